@@ -1,0 +1,47 @@
+"""FP8 W8A8 matrix multiplication for PyTorch at the full tensor-core rate of sm_120 and sm_121.
+
+Importing this package initialises no CUDA context and imports no compiler; both happen at first use.
+"""
+
+from __future__ import annotations
+
+from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
+from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
+from cute_fp8.api import gemm
+from cute_fp8.compiler import compile
+from cute_fp8.dispatch import dispatch_table, explain
+from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
+from cute_fp8.numerics import (
+    FP8_MAX,
+    dequantize_fp8,
+    dequantize_mxfp8,
+    quantize_fp8,
+    quantize_fp8_activations,
+    quantize_mxfp8,
+)
+from cute_fp8.scales import from_blocked, to_blocked
+from cute_fp8.settings import use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FP8_MAX",
+    "Verdict",
+    "compile",
+    "dequantize_fp8",
+    "dequantize_mxfp8",
+    "dispatch_table",
+    "explain",
+    "fp8_w8a8_error",
+    "fp8_w8a8_linear",
+    "from_blocked",
+    "gemm",
+    "mxfp8_linear",
+    "near_lossless",
+    "quantize_fp8",
+    "quantize_fp8_activations",
+    "quantize_mxfp8",
+    "smoothquant_factors",
+    "to_blocked",
+    "use",
+]

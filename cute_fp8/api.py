@@ -1,0 +1,99 @@
+"""The GEMM that users call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from cute_fp8.plan import run_gemm
+from cute_fp8.problem import E4M3, check_gemm
+
+_PLAIN = frozenset({Tensor, Parameter})
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+
+def gemm(
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y = act(xq @ wq.T * sx * sw + bias) + residual``, accumulated in fp32 and rounded once.
+
+    The scales choose the variant: fp32 for one scale per token and one per output channel, ``float8_e8m0fnu``
+    for MXFP8 (one per block of 32 along K, for both operands).
+
+    Args:
+        xq: activation codes ``[..., K]`` float8_e4m3fn; M rows in all, M >= 0. Rows contiguous, at any one
+            stride that is a multiple of 16 bytes; K a multiple of 16 (MXFP8: 32).
+        sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or e8m0
+            ``[M, K/32]`` row-major, or 1-D in the 128x4 blocks of ``to_blocked``.
+        wq: weight codes ``[N, K]`` float8_e4m3fn, as ``nn.Linear`` has them; N a multiple of 8.
+        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0 ``[N, K/32]`` or 1-D blocked.
+        bias: ``[N]`` bf16, fp16 or fp32.
+        residual: of y's shape, in ``out_dtype`` or fp32 (in bf16 or fp32 for MXFP8 output).
+        activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
+        out_dtype: bf16, fp16 or fp32; with MXFP8 inputs also ``float8_e4m3fn``.
+        out: written and returned, if given; must not overlap an input.
+        fast_accum: on Hopper, skip promoting partial sums to fp32 (as in torch).
+
+    Returns:
+        y ``[..., N]``; for ``out_dtype=float8_e4m3fn`` the pair (codes ``[..., N]``, blocked e8m0 scales),
+        equal to ``quantize_mxfp8`` of the bf16 result.
+
+    Raises:
+        TypeError, ValueError: an argument that breaks a rule above, named, before anything is launched.
+        RuntimeError: an input requires grad in grad mode; or the pinned backend cannot serve the call.
+    """
+    if (
+        type(xq) in _PLAIN
+        and type(sx) in _PLAIN
+        and type(wq) in _PLAIN
+        and type(sw) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and (residual is None or type(residual) in _PLAIN)
+        and (out is None or type(out) in _PLAIN)
+        and not torch.compiler.is_compiling()
+        and not _dispatch_modes()
+        and not _function_modes()
+    ):
+        return run_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
+    return _call_op(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
+
+
+def _call_op(
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    fast_accum: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Through ``torch.library``, for tracing, subclasses and modes."""
+    from cute_fp8 import ops
+
+    if not torch.compiler.is_compiling():
+        # Under a trace the ops' fake kernels check, on symbolic sizes.
+        check_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
+    operands = (ops.as_bytes(xq), ops.as_bytes(sx), ops.as_bytes(wq), ops.as_bytes(sw), bias, residual, activation)
+    if out is not None:
+        torch.ops.cute_fp8.gemm_out(*operands, fast_accum, out)
+        return out
+    if out_dtype is E4M3:
+        codes, scales = torch.ops.cute_fp8.gemm_quantized(*operands)
+        return codes.view(E4M3), scales.view(torch.float8_e8m0fnu)
+    y: Tensor = torch.ops.cute_fp8.gemm(*operands, out_dtype, fast_accum)
+    return y

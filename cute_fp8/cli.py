@@ -1,0 +1,125 @@
+"""``python -m cute_fp8``: info, explain, compile, demo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_fp8 import dispatch, settings
+from cute_fp8.targets import TARGETS, Capability
+
+if TYPE_CHECKING:
+    from cute_fp8.inspection import Inspection
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status. Errors of use are one line on stderr and status 2."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return command(options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        print(f"cute_fp8 {options.command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"cute_fp8 {options.command}: needs the package {error.name!r}: pip install 'cute-fp8[cli,models]'",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cute_fp8", description="FP8 GEMMs for sm_120 and sm_121.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    info = commands.add_parser("info", help="versions, GPUs and the dispatch table")
+    info.add_argument("--json", action="store_true")
+    info.set_defaults(run=_info)
+
+    explain = commands.add_parser("explain", help="which route a GEMM takes, and why")
+    for name in ("m", "n", "k"):
+        explain.add_argument(name, type=int)
+    explain.add_argument("--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0")
+    explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
+    explain.add_argument("--backend", choices=settings.BACKENDS)
+    explain.set_defaults(run=_explain)
+
+    compile_ = commands.add_parser("compile", help="compile kernels without a GPU, inspect them, apply the gates")
+    compile_.add_argument("--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS))
+    compile_.add_argument("--ops", help="a glob over kernel names")
+    compile_.add_argument("--json", action="store_true")
+    compile_.set_defaults(run=_compile)
+
+    demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
+    demo.add_argument("--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _capability(text: str) -> Capability:
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be like 12.0")
+    return int(major), int(minor)
+
+
+def _info(options: argparse.Namespace) -> int:
+    from cute_fp8.environment import environment
+
+    facts = environment()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:12} {value}")
+    print(f"\n{dispatch.dispatch_table()}")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    explanation = dispatch.explain(
+        "gemm",
+        m=options.m,
+        n=options.n,
+        k=options.k,
+        capability=options.capability,
+        variant=options.variant,
+        backend=options.backend,
+    )
+    print(explanation)
+    return 0 if explanation.route else 1
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from cute_fp8 import compiler
+    from cute_fp8.inspection import inspect_kernels
+    from cute_fp8.tables import inspection_table, print_table, track
+
+    total = len(options.arch) * len(compiler.shipped_configs(options.ops))
+    found = list(track(inspect_kernels(options.arch, options.ops), "compiling", total))
+    if options.json:
+        print(json.dumps([inspection.as_dict() for inspection in found], indent=2))
+    else:
+        print_table(inspection_table(found))
+    return report_failures(found)
+
+
+def report_failures(found: Iterable[Inspection]) -> int:
+    """Print every gate that failed; 1 if any did."""
+    failed = [(i.target, i.kernel, failure) for i in found for failure in i.failures]
+    for target, kernel, failure in failed:
+        print(f"gate failed: {target} {kernel}: {failure}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from cute_fp8.demo import run
+
+    torch.manual_seed(0)
+    return run(options.json)

@@ -1,0 +1,234 @@
+"""The dispatch table: which route serves an op on a GPU, keyed by compute capability.
+
+One ordered table. ``select`` walks it and takes the first entry whose backend, capability and predicate all
+admit the problem; ``explain`` tells the same walk in words. To add a kernel, add an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cute_fp8 import torch_backend
+from cute_fp8.kernels.config import TileConfig
+from cute_fp8.problem import GemmProblem
+from cute_fp8.selection import pick_tile
+from cute_fp8.settings import Settings
+from cute_fp8.targets import Capability, capability_of_device, target_of
+
+#: Capability patterns; None stands for any minor version.
+SM120_FAMILY = ((12, None),)
+HOPPER = ((9, 0),)
+TORCH_FP8 = ((8, 9), (9, 0), (10, None))
+TORCH_MXFP8 = ((10, None), (12, None))
+ANY = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table.
+
+    Attributes:
+        op, variant: what it computes, e.g. ``gemm``, ``per_token``.
+        backend: the backend that ``use`` names it by: ``cute``, ``stand-in``, ``torch``, ``reference``.
+        kernel: the function or kernel that runs.
+        capabilities: ``(major, minor)`` patterns, or None for every device, CPUs included.
+        refusal: why it does not serve a problem, or None.
+        targets: what the kernel is compiled for; empty for what is not ours to compile.
+    """
+
+    op: str
+    variant: str
+    backend: str
+    kernel: str
+    capabilities: tuple[tuple[int, int | None], ...] | None
+    refusal: Callable[[GemmProblem], str | None]
+    targets: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}:{self.kernel}"
+
+    def serves(self, capability: Capability | None) -> bool:
+        if self.capabilities is ANY:
+            return True
+        return capability is not None and any(
+            capability[0] == major and minor in (None, capability[1]) for major, minor in self.capabilities
+        )
+
+
+def _always(problem: GemmProblem) -> str | None:
+    return None
+
+
+TABLE = (
+    Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, ("sm_120a", "sm_121a")),
+    # On request only: it is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
+    Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
+    Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),
+    Entry("gemm", "per_token", "torch", "tensorwise", TORCH_FP8, torch_backend.tensorwise_refusal),
+    Entry("gemm", "per_token", "reference", "gemm", ANY, _always),
+    Entry("gemm", "mxfp8", "torch", "mxfp8", TORCH_MXFP8, torch_backend.mxfp8_refusal),
+    Entry("gemm", "mxfp8", "reference", "gemm", ANY, _always),
+)
+OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
+
+
+@dataclass(frozen=True)
+class Route:
+    """What ``select`` decided: the entry, and for a CuTe kernel its target and tile."""
+
+    entry: Entry
+    target: str | None = None
+    tile: TileConfig | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A walk through the table. Prints as a short text."""
+
+    problem: GemmProblem
+    capability: Capability | None
+    route: Route | None
+    refused: tuple[tuple[Entry, str], ...]
+
+    def __str__(self) -> str:
+        p = self.problem
+        where = "no CUDA GPU" if self.capability is None else "compute capability {}.{}".format(*self.capability)
+        lines = [f"gemm {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
+        lines += [f"  refused {entry.name}: {reason}" for entry, reason in self.refused]
+        if self.route is None:
+            return "\n".join([*lines, "  no route"])
+        taken = f"  takes   {self.route.entry.name}"
+        if self.route.tile is not None:
+            taken += f" for {self.route.target}, tile {self.route.tile.name}"
+        return "\n".join([*lines, taken])
+
+
+def walk(problem: GemmProblem, capability: Capability | None, settings: Settings) -> Explanation:
+    """Walk the table for a problem of ``problem.variant``; ``route`` is None if nothing serves it."""
+    refused = []
+    for entry in TABLE:
+        if entry.op != "gemm" or entry.variant != problem.variant:
+            continue
+        reason = _refusal(entry, problem, capability, settings)
+        if reason is None:
+            return Explanation(problem, capability, _route(entry, problem, capability, settings), tuple(refused))
+        refused.append((entry, reason))
+    return Explanation(problem, capability, None, tuple(refused))
+
+
+def select(problem: GemmProblem, settings: Settings) -> Route:
+    """The route of a problem on its own device.
+
+    Raises:
+        RuntimeError: the pinned backend does not serve it; the message says why.
+    """
+    explanation = walk(problem, capability_of_device(problem.device), settings)
+    if explanation.route is None:
+        reasons = "; ".join(f"{entry.name}: {reason}" for entry, reason in explanation.refused)
+        raise RuntimeError(f"backend: got {settings.backend!r}, must be one that serves this call ({reasons})")
+    return explanation.route
+
+
+def _refusal(entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings) -> str | None:
+    if settings.backend == "auto":
+        if entry.backend == "stand-in":
+            return "only on request, use(backend='stand-in')"
+    elif entry.backend != settings.backend:
+        return f"backend {settings.backend!r} was asked for"
+    if not entry.serves(capability):
+        wanted = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
+        got = "no CUDA GPU" if capability is None else f"{capability[0]}.{capability[1]}"
+        return f"capability is {got}, must be {wanted}"
+    return entry.refusal(problem)
+
+
+def _route(entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings) -> Route:
+    if not entry.targets or capability is None:
+        return Route(entry)
+    return Route(entry, target_of(capability), settings.tile or pick_tile(problem.m, problem.n, problem.k))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The whole table, as data (``rows``) that prints as aligned columns."""
+
+    rows: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        cells = [("op", "variant", "backend", "kernel", "capabilities", "compiled for")]
+        for entry in self.rows:
+            capabilities = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ()) or "any"
+            cells.append(
+                (entry.op, entry.variant, entry.backend, entry.kernel, capabilities, ", ".join(entry.targets) or "-")
+            )
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def dispatch_table() -> Table:
+    """The table that every call is dispatched by, in the order in which it is walked."""
+    return Table(TABLE)
+
+
+def explain(
+    op: str = "gemm",
+    *,
+    m: int,
+    n: int,
+    k: int,
+    variant: str = "per_token",
+    capability: Capability | None = None,
+    device: torch.device | str | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    activation: str | None = None,
+    backend: str | None = None,
+) -> Explanation:
+    """Which entry a call takes, and why each earlier one was refused; nothing is run or compiled.
+
+    Args:
+        op: ``gemm``.
+        m, n, k: sizes.
+        variant: ``per_token`` or ``mxfp8``.
+        capability: of a GPU that need not be here, e.g. ``(12, 0)``; by default that of ``device``.
+        device: by default the current CUDA device if there is one, else the CPU.
+        out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype.
+        backend: as in ``use``; by default the current one.
+
+    Raises:
+        ValueError: an unknown op, variant or backend.
+    """
+    from cute_fp8.settings import check_backend, current
+
+    if op not in OPS:
+        raise ValueError(f"op: got {op!r}, must be one of {', '.join(OPS)}")
+    variants = tuple(dict.fromkeys(entry.variant for entry in TABLE if entry.op == op))
+    if variant not in variants:
+        raise ValueError(f"variant: got {variant!r}, must be one of {', '.join(variants)}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    problem = GemmProblem(
+        variant=variant,
+        m=m,
+        n=n,
+        k=k,
+        batch=(m,),
+        device=device,
+        out_dtype=out_dtype,
+        xq_stride=k,
+        wq_stride=k,
+        out_stride=n,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+    )
+    settings = current()
+    if backend is not None:
+        settings = settings._replace(backend=check_backend(backend))
+    return walk(problem, capability or capability_of_device(device), settings)

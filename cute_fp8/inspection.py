@@ -1,0 +1,94 @@
+"""Static gates: compile kernels without a GPU and refuse machine code that cannot be at the chip's full rate."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cute_fp8 import compiler
+from cute_fp8.kernels.config import SMEM_LIMIT_SM120, GemmConfig
+from cute_fp8.sass import Code, read_cubin
+from cute_fp8.targets import check_target
+
+#: Shared memory that one block may have, by the target's family.
+SMEM_LIMIT = {"sm_12": SMEM_LIMIT_SM120, "sm_90": 232_448}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One kernel compiled for one target, and what its code says.
+
+    Attributes:
+        kernel, target: names.
+        stages, smem_bytes: of the kernel's ring; dynamic shared memory of its launch.
+        seconds: to compile.
+        code: from the disassembly.
+        failures: the gates it does not pass, in words; empty is a pass.
+    """
+
+    kernel: str
+    target: str
+    stages: int
+    smem_bytes: int
+    seconds: float
+    code: Code
+    failures: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON-ready data."""
+        data = asdict(self)
+        data["code"]["others_per_mma"] = round(self.code.others_per_mma, 4)
+        return data
+
+
+def gate_failures(code: Code, smem_bytes: int, target: str) -> tuple[str, ...]:
+    """The gates that a kernel's code does not pass.
+
+    On the sm_120 family the only tensor-core instruction allowed is the block-scaled one: the plain one runs at
+    half rate on GeForce. Everywhere: TMA loads, no local memory, no stack, no spills, the shared-memory limit.
+    """
+    limit = SMEM_LIMIT[target[:5]]
+    failures = []
+    if not code.mma:
+        failures.append("no tensor-core instruction")
+    if target.startswith("sm_12"):
+        failures += [f"uses {name}, not the block-scaled MMA" for name in code.mma if not name.startswith("QMMA.SF")]
+    if not code.tma_loads:
+        failures.append("no TMA load")
+    if code.local or code.stack or code.spills:
+        failures.append(f"{code.local} B local, {code.stack} B stack, {code.spills} spills")
+    if smem_bytes > limit:
+        failures.append(f"{smem_bytes} B shared memory, limit {limit}")
+    return tuple(failures)
+
+
+def inspect_kernel(config: GemmConfig, target: str) -> Inspection:
+    """Compile one kernel for ``target`` and read its machine code.
+
+    Raises:
+        ValueError: an unknown target.
+        RuntimeError: the DSL or the disassembler is missing or fails.
+    """
+    check_target(target)
+    with tempfile.TemporaryDirectory(prefix="cute_fp8_") as folder:
+        start = time.perf_counter()
+        compiler.build(config, target, options=f"--keep-cubin --dump-dir {folder}")
+        seconds = time.perf_counter() - start
+        cubins = list(Path(folder).rglob("*.cubin"))
+        if len(cubins) != 1:
+            raise RuntimeError(f"inspect: got {len(cubins)} cubins of {config.name}, must be 1")
+        code = read_cubin(cubins[0])
+    smem = config.tile.smem_bytes
+    return Inspection(config.name, target, config.tile.stages, smem, seconds, code, gate_failures(code, smem, target))
+
+
+def inspect_kernels(targets: list[str], ops: str | None = None) -> Iterator[Inspection]:
+    """Inspect the shipped kernels that match ``ops``, one after the other."""
+    for target in targets:
+        check_target(target)
+    for target in targets:
+        for config in compiler.shipped_configs(ops):
+            yield inspect_kernel(config, target)

@@ -1,0 +1,90 @@
+"""The reference GEMM in plain torch: what every route computes, on any device, in fp32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
+from cute_fp8.problem import E4M3, GemmProblem
+from cute_fp8.scales import from_blocked
+
+Output = Tensor | tuple[Tensor, Tensor]
+
+
+def gemm(
+    problem: GemmProblem,
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Output:
+    """The whole GEMM of a checked problem."""
+    codes = xq.reshape(problem.m, problem.k)
+    if problem.variant == "mxfp8":
+        acc = accumulate_mxfp8(codes, sx, wq, sw)
+        return finish(problem, acc, None, None, bias, residual, out)
+    # e4m3 codes are exact in tf32 too, so torch's tf32 switch cannot change the products.
+    acc = codes.to(torch.float32) @ wq.to(torch.float32).t()
+    return finish(problem, acc, sx, sw, bias, residual, out)
+
+
+def accumulate_mxfp8(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
+    """``sum_k xq * 2^ex * wq * 2^ew`` as fp32 ``[M, N]``.
+
+    In float64, because the operands with their scales span 2^-136 to 2^136, past what fp32 holds.
+    """
+    return (_float64(xq, sx) @ _float64(wq, sw).t()).to(torch.float32)
+
+
+def finish(
+    problem: GemmProblem,
+    acc: Tensor,
+    sx: Tensor | None,
+    sw: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Output:
+    """The epilogue in fp32: ``act(acc * sx * sw + bias) + residual``, rounded once.
+
+    Args:
+        acc: fp32 ``[M, N]``; consumed.
+        sx, sw: fp32 scales in any accepted shape, or None where ``acc`` carries them.
+    """
+    y = acc
+    if sx is not None and sw is not None:
+        y = y.mul_(sx.reshape(-1, 1)).mul_(sw.reshape(1, -1))
+    if bias is not None:
+        y = y.add_(bias.to(torch.float32))
+    y = activate(problem.activation, y).view(problem.out_shape)
+    if residual is not None:
+        y = y + residual.to(torch.float32)
+    if problem.out_dtype is E4M3:
+        return quantize_mxfp8(y.to(torch.bfloat16), blocked=True)
+    return y.to(problem.out_dtype) if out is None else out.copy_(y)
+
+
+def activate(name: str | None, y: Tensor) -> Tensor:
+    """The activation ``name`` in fp32; every one passes NaN on."""
+    if name is None:
+        return y
+    if name == "relu":
+        return torch.relu(y)
+    if name == "silu":
+        return F.silu(y)
+    return F.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _float64(codes: Tensor, scale: Tensor) -> Tensor:
+    rows, k = codes.shape
+    if scale.dim() == 1:
+        scale = from_blocked(scale, rows, k // MX_BLOCK)
+    factors = scale.reshape(rows, k // MX_BLOCK).to(torch.float64)
+    return (codes.to(torch.float64).view(rows, -1, MX_BLOCK) * factors.unsqueeze(-1)).view(rows, k)
+
+

@@ -1,0 +1,44 @@
+"""Which GPU architectures kernels are compiled for, and which one serves a device."""
+
+from __future__ import annotations
+
+import torch
+
+Capability = tuple[int, int]
+
+#: Targets that ``compile`` accepts. The ``a`` (and ``f``) is what the block-scaled MMA and wgmma need.
+TARGETS = ("sm_90a", "sm_120a", "sm_121a", "sm_120f")
+
+
+def target_of(capability: Capability) -> str | None:
+    """The compile target of a device, by *family*: any 12.x runs the sm_120 kernels. None: no kernels."""
+    major, minor = capability
+    if major == 12:
+        return {0: "sm_120a", 1: "sm_121a"}.get(minor, "sm_120f")
+    return "sm_90a" if capability == (9, 0) else None
+
+
+def capability_of_target(target: str) -> Capability:
+    """The compute capability that a target such as ``sm_120a`` is named after."""
+    digits = check_target(target)[3:-1]
+    return int(digits[:-1]), int(digits[-1])
+
+
+def check_target(target: str) -> str:
+    """Return ``target``, or raise.
+
+    Raises:
+        ValueError: not one of :data:`TARGETS`. Caught here, before a compiler says it less plainly: plain
+            ``sm_120`` has no block-scaled MMA.
+    """
+    if target not in TARGETS:
+        hint = f" (did you mean {target}a?)" if f"{target}a" in TARGETS else ""
+        raise ValueError(f"arch: got {target!r}, must be one of {', '.join(TARGETS)}{hint}")
+    return target
+
+
+def capability_of_device(device: torch.device) -> Capability | None:
+    """Compute capability of a CUDA device; None for any other device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability(device)

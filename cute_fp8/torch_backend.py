@@ -1,0 +1,133 @@
+"""GEMM through torch's own FP8 matmul (cuBLASLt, CUTLASS): where no CuTe kernel serves the GPU.
+
+Three routes, each with a predicate that says in words why it does not serve a problem. All keep the numerics
+contract: one rounding, after everything that is fused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_fp8 import reference
+from cute_fp8.numerics import MX_BLOCK
+from cute_fp8.problem import GemmProblem
+from cute_fp8.scales import to_blocked
+
+#: torch's scaled matmuls want N and K to be multiples of this.
+TORCH_MULTIPLE = 16
+
+
+def _refuse_sizes(problem: GemmProblem) -> str | None:
+    if problem.n % TORCH_MULTIPLE:
+        return f"N = {problem.n} is no multiple of {TORCH_MULTIPLE}"
+    return None
+
+
+def rowwise_refusal(problem: GemmProblem) -> str | None:
+    """Why row-wise ``_scaled_mm`` does not serve ``problem``; None if it does."""
+    if problem.out_dtype is not torch.bfloat16:
+        return f"output is {problem.out_dtype}, row-wise gives bf16 only"
+    if problem.activation or problem.residual:
+        return "activation or residual would be rounded twice"
+    if problem.bias not in (None, torch.bfloat16):
+        return f"bias is {problem.bias}, row-wise takes bf16 only"
+    return _refuse_sizes(problem)
+
+
+def tensorwise_refusal(problem: GemmProblem) -> str | None:
+    """Why unit-scale tensor-wise ``_scaled_mm`` does not serve ``problem``; None if it does."""
+    return _refuse_sizes(problem)
+
+
+def mxfp8_refusal(problem: GemmProblem) -> str | None:
+    """Why torch's MXFP8 matmul does not serve ``problem``; None if it does."""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    return _refuse_sizes(problem)
+
+
+def rowwise(
+    problem: GemmProblem,
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Row-wise scales, bf16 output, rounded once by the library's epilogue."""
+    y = torch._scaled_mm(
+        _rows(problem, xq),
+        wq.t(),
+        scale_a=sx.reshape(-1, 1).expand(problem.m, 1).contiguous(),
+        scale_b=sw.reshape(1, -1).expand(1, problem.n).contiguous(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=problem.fast_accum,
+    )
+    return y.view(problem.out_shape) if out is None else out.copy_(y.view(problem.out_shape))
+
+
+def tensorwise(
+    problem: GemmProblem,
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> reference.Output:
+    """Unit scales to an fp32 accumulator, then the fp32 epilogue in torch."""
+    one = _unit_scale(problem.device)
+    acc = torch._scaled_mm(
+        _rows(problem, xq),
+        wq.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=torch.float32,
+        use_fast_accum=problem.fast_accum,
+    )
+    return reference.finish(problem, acc, sx, sw, bias, residual, out)
+
+
+def mxfp8(
+    problem: GemmProblem,
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> reference.Output:
+    """MXFP8 block scales to an fp32 accumulator, then the fp32 epilogue in torch."""
+    acc = torch._scaled_mm(
+        _rows(problem, xq),
+        wq.t(),
+        scale_a=_blocked(sx, problem.m, problem.k),
+        scale_b=_blocked(sw, problem.n, problem.k),
+        out_dtype=torch.float32,
+    )
+    return reference.finish(problem, acc, None, None, bias, residual, out)
+
+
+def _rows(problem: GemmProblem, xq: Tensor) -> Tensor:
+    return xq.reshape(problem.m, problem.k)
+
+
+def _blocked(scale: Tensor, rows: int, k: int) -> Tensor:
+    return scale if scale.dim() == 1 else to_blocked(scale.reshape(rows, k // MX_BLOCK))
+
+
+_unit_scales: dict[torch.device, Tensor] = {}
+
+
+def _unit_scale(device: torch.device) -> Tensor:
+    """One fp32 1.0 on ``device``, made once: a fill per call would be one more launch."""
+    scale = _unit_scales.get(device)
+    if scale is None:
+        scale = _unit_scales[device] = torch.ones((), dtype=torch.float32, device=device)
+    return scale

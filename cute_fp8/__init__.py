@@ -1,6 +1,7 @@
 """FP8 W8A8 matrix multiplication for PyTorch at the full tensor-core rate of sm_120 and sm_121.
 
-Importing this package initialises no CUDA context and imports no compiler; both happen at first use.
+Importing this package initialises no CUDA context and imports no compiler; both happen at first
+use.
 """
 
 from __future__ import annotations

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_fp8.plan import run_gemm
-from cute_fp8.problem import E4M3, check_gemm
+from cute_fp8.plan import launchers, run_gemm
+from cute_fp8.problem import E4M3, check_gemm, check_grad
+from cute_fp8.settings import current as current_settings
 
 _PLAIN = frozenset({Tensor, Parameter})
+_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
@@ -29,16 +32,17 @@ def gemm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``y = act(xq @ wq.T * sx * sw + bias) + residual``, accumulated in fp32 and rounded once.
 
-    The scales choose the variant: fp32 for one scale per token and one per output channel, ``float8_e8m0fnu``
-    for MXFP8 (one per block of 32 along K, for both operands).
+    The scales choose the variant: fp32 for one scale per token and one per output channel,
+    ``float8_e8m0fnu`` for MXFP8 (one per block of 32 along K, for both operands).
 
     Args:
-        xq: activation codes ``[..., K]`` float8_e4m3fn; M rows in all, M >= 0. Rows contiguous, at any one
-            stride that is a multiple of 16 bytes; K a multiple of 16 (MXFP8: 32).
-        sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or e8m0
-            ``[M, K/32]`` row-major, or 1-D in the 128x4 blocks of ``to_blocked``.
+        xq: activation codes ``[..., K]`` float8_e4m3fn; M rows in all, M >= 0. Rows contiguous, at
+            any one stride that is a multiple of 16 bytes; K a multiple of 16 (MXFP8: 32).
+        sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or
+            e8m0 ``[M, K/32]`` row-major, or 1-D in the 128x4 blocks of ``to_blocked``.
         wq: weight codes ``[N, K]`` float8_e4m3fn, as ``nn.Linear`` has them; N a multiple of 8.
-        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0 ``[N, K/32]`` or 1-D blocked.
+        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0 ``[N, K/32]`` or 1-D
+            blocked.
         bias: ``[N]`` bf16, fp16 or fp32.
         residual: of y's shape, in ``out_dtype`` or fp32 (in bf16 or fp32 for MXFP8 output).
         activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
@@ -47,12 +51,14 @@ def gemm(
         fast_accum: on Hopper, skip promoting partial sums to fp32 (as in torch).
 
     Returns:
-        y ``[..., N]``; for ``out_dtype=float8_e4m3fn`` the pair (codes ``[..., N]``, blocked e8m0 scales),
-        equal to ``quantize_mxfp8`` of the bf16 result.
+        y ``[..., N]``; for ``out_dtype=float8_e4m3fn`` the pair (codes ``[..., N]``, blocked e8m0
+        scales), equal to ``quantize_mxfp8`` of the bf16 result.
 
     Raises:
-        TypeError, ValueError: an argument that breaks a rule above, named, before anything is launched.
-        RuntimeError: an input requires grad in grad mode; or the pinned backend cannot serve the call.
+        TypeError, ValueError: an argument that breaks a rule above, named, before anything is
+            launched.
+        RuntimeError: an input requires grad in grad mode; or the pinned backend cannot serve the
+            call.
     """
     if (
         type(xq) in _PLAIN
@@ -62,10 +68,31 @@ def gemm(
         and (bias is None or type(bias) in _PLAIN)
         and (residual is None or type(residual) in _PLAIN)
         and (out is None or type(out) in _PLAIN)
-        and not torch.compiler.is_compiling()
+        and not _is_compiling()
         and not _dispatch_modes()
         and not _function_modes()
     ):
+        if out is None:
+            try:
+                launch = launchers[
+                    # `plan.short_key`, written out: a call would cost a tenth of the whole.
+                    xq.shape,
+                    sx.shape,
+                    wq.shape,
+                    sw.shape,
+                    xq.get_device(),
+                    bias if bias is None else bias.dtype,
+                    residual if residual is None else residual.dtype,
+                    activation,
+                    out_dtype,
+                    fast_accum,
+                    current_settings(),
+                ]
+                if _grad_enabled():
+                    check_grad((xq, sx, wq, sw, bias, residual))
+                return launch(xq, sx, wq, sw, bias, residual)
+            except Exception:
+                pass  # unseen, or refused before anything ran: the long way takes it or says why
         return run_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
     return _call_op(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
 
@@ -88,7 +115,15 @@ def _call_op(
     if not torch.compiler.is_compiling():
         # Under a trace the ops' fake kernels check, on symbolic sizes.
         check_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
-    operands = (ops.as_bytes(xq), ops.as_bytes(sx), ops.as_bytes(wq), ops.as_bytes(sw), bias, residual, activation)
+    operands = (
+        ops.as_bytes(xq),
+        ops.as_bytes(sx),
+        ops.as_bytes(wq),
+        ops.as_bytes(sw),
+        bias,
+        residual,
+        activation,
+    )
     if out is not None:
         torch.ops.cute_fp8.gemm_out(*operands, fast_accum, out)
         return out

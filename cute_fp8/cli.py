@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Errors of use are one line on stderr and status 2."""
+    """Run the command line.
+
+    Returns the exit status. Errors of use are one line on stderr and status 2.
+    """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -28,14 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         print(
-            f"cute_fp8 {options.command}: needs the package {error.name!r}: pip install 'cute-fp8[cli,models]'",
+            f"cute_fp8 {options.command}: needs the package {error.name!r}: "
+            "pip install 'cute-fp8[cli,models]'",
             file=sys.stderr,
         )
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cute_fp8", description="FP8 GEMMs for sm_120 and sm_121.")
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_fp8", description="FP8 GEMMs for sm_120 and sm_121."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     info = commands.add_parser("info", help="versions, GPUs and the dispatch table")
@@ -45,19 +51,27 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="which route a GEMM takes, and why")
     for name in ("m", "n", "k"):
         explain.add_argument(name, type=int)
-    explain.add_argument("--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0")
+    explain.add_argument(
+        "--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0"
+    )
     explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
     explain.add_argument("--backend", choices=settings.BACKENDS)
     explain.set_defaults(run=_explain)
 
-    compile_ = commands.add_parser("compile", help="compile kernels without a GPU, inspect them, apply the gates")
-    compile_.add_argument("--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS))
+    compile_ = commands.add_parser(
+        "compile", help="compile kernels without a GPU, inspect them, apply the gates"
+    )
+    compile_.add_argument(
+        "--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS)
+    )
     compile_.add_argument("--ops", help="a glob over kernel names")
     compile_.add_argument("--json", action="store_true")
     compile_.set_defaults(run=_compile)
 
     demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
-    demo.add_argument("--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)")
+    demo.add_argument(
+        "--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)"
+    )
     demo.set_defaults(run=_demo)
     return parser
 

@@ -1,7 +1,8 @@
-"""Compiled kernels: built by the CuTe DSL on first use, kept in memory, one per (configuration, target).
+"""Compiled kernels: built by the CuTe DSL on first use, kept in memory, one per (configuration,
+target).
 
-Compiling needs no GPU. ``get`` is the only way to a kernel; a cache on disk belongs between its look-up and
-``build``.
+Compiling needs no GPU. ``get`` is the only way to a kernel; a cache on disk belongs between its
+look-up and ``build``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from cute_fp8.kernels.config import OUT_DTYPES, TILES, EpilogueConfig, GemmConfig
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
-#: A compiled kernel's host function: seven addresses, the address of its sizes, a stream.
+#: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
 Kernel = Callable[..., None]
 
 _kernels: dict[tuple[GemmConfig, str], Kernel] = {}
+#: What the DSL returned: it owns the loaded code.
+_owners: list[object] = []
 #: One at a time: the DSL's tracer keeps global state.
 _lock = threading.Lock()
 
@@ -36,7 +39,8 @@ EPILOGUES = (
 
 
 def shipped_configs(ops: str | None = None) -> list[GemmConfig]:
-    """The configurations that ``compile`` builds: every tile with every epilogue of :data:`EPILOGUES`.
+    """The configurations that ``compile`` builds: every tile with every epilogue of
+    :data:`EPILOGUES`.
 
     Args:
         ops: a glob over their names, e.g. ``gemm_per_token-128x128*``; None for all.
@@ -55,20 +59,24 @@ def get(config: GemmConfig, target: str) -> Kernel:
     """The compiled kernel, built now if it is not there yet.
 
     Raises:
-        RuntimeError: first use inside a CUDA graph capture, a missing DSL, or a target that it refuses.
+        RuntimeError: first use inside a CUDA graph capture, a missing DSL, or a target that it
+            refuses.
     """
     kernel = _kernels.get((config, target))
     if kernel is not None:
         return kernel
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"gemm: got a first use of {config.name} inside a CUDA graph capture, must be compiled before: "
-            "call it once, or cute_fp8.compile(device), outside"
+            f"gemm: got a first use of {config.name} inside a CUDA graph capture, "
+            "must be compiled before: call it once, or cute_fp8.compile(device), outside"
         )
     with _lock:
         kernel = _kernels.get((config, target))
         if kernel is None:
-            kernel = _kernels[config, target] = build(config, target)
+            compiled = build(config, target)
+            _owners.append(compiled)
+            # The bare function under the DSL's wrappers, which take longer than the call itself.
+            kernel = _kernels[config, target] = compiled.__tvm_ffi_object__()
     return kernel
 
 
@@ -92,7 +100,9 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
         return cute.compile(kernel, *fake_arguments(config), options=flags)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"arch: got {target!r}, must be one that the CuTe DSL compiles for ({reason})") from error
+        raise RuntimeError(
+            f"arch: got {target!r}, must be one that the CuTe DSL compiles for ({reason})"
+        ) from error
 
 
 def _import_dsl() -> Any:
@@ -117,7 +127,8 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """Make kernels ready, so that no later call compiles: before serving, before a graph capture.
 
     Args:
-        arch: a CUDA device, whose kernels are then also loaded on it, or a target such as ``sm_120a``.
+        arch: a CUDA device, whose kernels are then also loaded on it, or a target such as
+            ``sm_120a``.
         ops: a glob over kernel names; by default everything that is shipped.
 
     Returns:
@@ -158,5 +169,3 @@ def _target_of_device(device: torch.device) -> str:
 def forget() -> None:
     """Drop the compiled kernels of this process (for tests)."""
     _kernels.clear()
-
-

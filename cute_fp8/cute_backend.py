@@ -1,19 +1,21 @@
-"""Launching compiled CuTe kernels: everything that depends on shapes alone is packed once, per plan."""
+"""Launching compiled CuTe kernels: what depends on shapes alone is prepared once."""
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, EpilogueConfig, GemmConfig
 from cute_fp8.problem import GemmProblem
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+#: ``f(xq, sx, wq, sw, bias, residual) -> y``
+Launcher = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 def config_of(problem: GemmProblem, route: Route) -> GemmConfig:
@@ -29,25 +31,90 @@ def config_of(problem: GemmProblem, route: Route) -> GemmConfig:
 
 
 class Launch:
-    """One problem's launch: the compiled kernel and its packed sizes; called with tensors only."""
+    """A checked problem and its compiled kernel.
 
-    __slots__ = ("_device", "_guard", "_index", "_kernel", "_sizes", "_sizes_address", "_template")
+    The kernel takes matrices and vectors and checks their dtypes, sizes, strides, alignment and
+    devices itself, in compiled code, before it launches. What is left here is to see the arguments
+    as matrices and vectors, and to allocate the output.
+    """
 
     def __init__(self, problem: GemmProblem, route: Route):
         assert route.target is not None
-        config = config_of(problem, route)
-        self._kernel = compiler.get(config, route.target)
-        self._device = problem.device
-        self._index = problem.device.index
+        self.kernel = compiler.get(config_of(problem, route), route.target)
+        self.ctas = _sm_count(problem.device)
+        self.problem = problem
+
+    def launcher(self) -> Launcher:
+        """A function that launches on the current stream into a new output.
+
+        It raises, before anything runs, where an argument is not what the kernel takes.
+        """
+        p = self.problem
+        launch = self._plain()
+        if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
+            launch = self._reshaping(launch)
         # With one GPU the current device is always the tensors'.
-        self._guard = torch.cuda.device_count() > 1
-        self._sizes = array("q", _sizes(problem))
-        self._sizes_address = self._sizes.buffer_info()[0]
-        # One element seen as the whole output: `empty_like` of it is the cheapest way to allocate one.
-        one = torch.empty((), dtype=problem.out_dtype, device=problem.device)
-        self._template = one.expand(problem.out_shape)
+        return launch if torch.cuda.device_count() == 1 else self._on_its_device(launch)
 
-    def __call__(
+    def _plain(self) -> Launcher:
+        """Matrices and vectors, as the kernel takes them."""
+        p, kernel, ctas = self.problem, self.kernel, self.ctas
+        empty_like = torch.empty_like
+        # An output's metadata without its memory: `empty_like` of it is the cheapest allocation.
+        template = torch.empty((p.m, p.n), dtype=p.out_dtype, device=p.device)
+        template.untyped_storage().resize_(0)
+
+        def launch(
+            xq: Tensor,
+            sx: Tensor,
+            wq: Tensor,
+            sw: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+        ) -> Tensor:
+            out = empty_like(template)
+            kernel(xq, sx, wq, sw, bias, residual, out, ctas)
+            return out
+
+        return launch
+
+    def _reshaping(self, launch: Launcher) -> Launcher:
+        """Any accepted shapes, seen as matrices and vectors."""
+        p = self.problem
+
+        def reshaped(
+            xq: Tensor,
+            sx: Tensor,
+            wq: Tensor,
+            sw: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+        ) -> Tensor:
+            y = launch(
+                xq.view(p.m, p.k),
+                sx.view(-1).expand(p.m),
+                wq,
+                sw.view(-1).expand(p.n),
+                bias,
+                None if residual is None else residual.view(p.m, p.n),
+            )
+            return y.view(p.out_shape)
+
+        return reshaped
+
+    def _on_its_device(self, launch: Launcher) -> Launcher:
+        """With the tensors' device made the current one, and the caller's restored."""
+        index = self.problem.device.index
+
+        def launch_there(*operands: Any) -> Tensor:
+            if torch.cuda.current_device() == index:
+                return launch(*operands)
+            with torch.cuda.device(index):
+                return launch(*operands)
+
+        return launch_there
+
+    def run_strided(
         self,
         xq: Tensor,
         sx: Tensor,
@@ -57,69 +124,49 @@ class Launch:
         residual: Tensor | None,
         out: Tensor | None,
     ) -> Tensor:
-        if self._guard and torch.cuda.current_device() != self._index:
-            with torch.cuda.device(self._index):
-                return self._launch(xq, sx, wq, sw, bias, residual, out)
-        return self._launch(xq, sx, wq, sw, bias, residual, out)
+        """Launch with the strides of a checked problem, whatever torch calls them.
 
-    def _launch(
-        self,
-        xq: Tensor,
-        sx: Tensor,
-        wq: Tensor,
-        sw: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor:
-        if out is None:
-            out = torch.empty_like(self._template, memory_format=torch.contiguous_format)
-        self._kernel(
-            xq.data_ptr(),
-            wq.data_ptr(),
-            out.data_ptr(),
-            sx.data_ptr(),
-            sw.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            self._sizes_address,
-            _raw_stream(self._index),
-        )
-        return out
-
-
-def _sizes(problem: GemmProblem) -> list[int]:
-    """In the order of ``kernels.gemm_sm120.SIZES``."""
-    return [
-        problem.m,
-        problem.n,
-        problem.k,
-        problem.xq_stride,
-        problem.wq_stride,
-        problem.out_stride,
-        problem.residual_stride,
-        problem.sx_stride,
-        problem.sw_stride,
-        _sm_count(problem.device),
-    ]
+        The slow way, for what a launcher does not take: an ``out``, rows of a single token at an
+        odd stride, or batch dimensions that no ``view`` can join.
+        """
+        p = self.problem
+        y = torch.empty(p.out_shape, dtype=p.out_dtype, device=p.device) if out is None else out
+        with torch.cuda.device(p.device):
+            self.kernel(
+                xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
+                sx.as_strided((p.m,), (p.sx_stride,)),
+                wq.as_strided((p.n, p.k), (p.wq_stride, 1)),
+                sw.as_strided((p.n,), (p.sw_stride,)),
+                bias,
+                None
+                if residual is None
+                else residual.as_strided((p.m, p.n), (p.residual_stride, 1)),
+                y.as_strided((p.m, p.n), (p.out_stride, 1)),
+                self.ctas,
+            )
+        return y
 
 
 def load(kernel: compiler.Kernel, config: GemmConfig, device: torch.device) -> None:
     """Run the kernel once on a tiny problem: the driver loads its code at the first launch."""
-    n, k = 8, 16
+    n, k = N_MULTIPLE, K_MULTIPLE
+    epilogue = config.epilogue
     with torch.cuda.device(device):
-        dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
-        codes = torch.zeros((n, k), dtype=torch.uint8, device=device)
-        values = torch.zeros(n, dtype=torch.float32, device=device)
-        out = torch.empty((1, n), dtype=dtypes[config.epilogue.out], device=device)
-        sizes = array("q", [1, n, k, k, k, n, n, 0, 1, 1])
-        address = codes.data_ptr()
-        scale = values.data_ptr()
-        stream = torch.cuda.current_stream(device)
+        codes = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        ones = torch.ones(n, device=device)
         kernel(
-            address, address, out.data_ptr(), scale, scale, scale, scale, sizes.buffer_info()[0], stream.cuda_stream
+            codes,
+            ones,
+            codes,
+            ones,
+            None if epilogue.bias is None else ones.to(getattr(torch, epilogue.bias)),
+            None
+            if epilogue.residual is None
+            else torch.zeros((n, n), dtype=getattr(torch, epilogue.residual), device=device),
+            torch.empty((n, n), dtype=getattr(torch, epilogue.out), device=device),
+            1,
         )
-        stream.synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 @cache

@@ -1,7 +1,8 @@
 """The dispatch table: which route serves an op on a GPU, keyed by compute capability.
 
-One ordered table. ``select`` walks it and takes the first entry whose backend, capability and predicate all
-admit the problem; ``explain`` tells the same walk in words. To add a kernel, add an entry.
+One ordered table. ``select`` walks it and takes the first entry whose backend, capability and
+predicate all admit the problem; ``explain`` tells the same walk in words. To add a kernel, add an
+entry.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Entry:
 
     Attributes:
         op, variant: what it computes, e.g. ``gemm``, ``per_token``.
-        backend: the backend that ``use`` names it by: ``cute``, ``stand-in``, ``torch``, ``reference``.
+        backend: the backend that ``use`` names it by: ``cute``, ``stand-in``, ``torch``,
+            ``reference``.
         kernel: the function or kernel that runs.
         capabilities: ``(major, minor)`` patterns, or None for every device, CPUs included.
         refusal: why it does not serve a problem, or None.
@@ -49,13 +51,16 @@ class Entry:
 
     @property
     def name(self) -> str:
+        """As ``explain`` prints it."""
         return f"{self.backend}:{self.kernel}"
 
     def serves(self, capability: Capability | None) -> bool:
+        """Whether a device of this capability (None: no CUDA GPU) is one of the entry's."""
         if self.capabilities is ANY:
             return True
         return capability is not None and any(
-            capability[0] == major and minor in (None, capability[1]) for major, minor in self.capabilities
+            capability[0] == major and minor in (None, capability[1])
+            for major, minor in self.capabilities
         )
 
 
@@ -96,7 +101,11 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        where = "no CUDA GPU" if self.capability is None else "compute capability {}.{}".format(*self.capability)
+        where = (
+            "no CUDA GPU"
+            if self.capability is None
+            else "compute capability {}.{}".format(*self.capability)
+        )
         lines = [f"gemm {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
         lines += [f"  refused {entry.name}: {reason}" for entry, reason in self.refused]
         if self.route is None:
@@ -108,14 +117,19 @@ class Explanation:
 
 
 def walk(problem: GemmProblem, capability: Capability | None, settings: Settings) -> Explanation:
-    """Walk the table for a problem of ``problem.variant``; ``route`` is None if nothing serves it."""
-    refused = []
+    """Walk the table for a problem of ``problem.variant``.
+
+    ``route`` is None if nothing serves it.
+    """
+    refused: list[tuple[Entry, str]] = []
     for entry in TABLE:
         if entry.op != "gemm" or entry.variant != problem.variant:
             continue
         reason = _refusal(entry, problem, capability, settings)
         if reason is None:
-            return Explanation(problem, capability, _route(entry, problem, capability, settings), tuple(refused))
+            return Explanation(
+                problem, capability, _route(entry, problem, capability, settings), tuple(refused)
+            )
         refused.append((entry, reason))
     return Explanation(problem, capability, None, tuple(refused))
 
@@ -129,11 +143,15 @@ def select(problem: GemmProblem, settings: Settings) -> Route:
     explanation = walk(problem, capability_of_device(problem.device), settings)
     if explanation.route is None:
         reasons = "; ".join(f"{entry.name}: {reason}" for entry, reason in explanation.refused)
-        raise RuntimeError(f"backend: got {settings.backend!r}, must be one that serves this call ({reasons})")
+        raise RuntimeError(
+            f"backend: got {settings.backend!r}, must be one that serves this call ({reasons})"
+        )
     return explanation.route
 
 
-def _refusal(entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings) -> str | None:
+def _refusal(
+    entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings
+) -> str | None:
     if settings.backend == "auto":
         if entry.backend == "stand-in":
             return "only on request, use(backend='stand-in')"
@@ -141,15 +159,20 @@ def _refusal(entry: Entry, problem: GemmProblem, capability: Capability | None, 
         return f"backend {settings.backend!r} was asked for"
     if not entry.serves(capability):
         wanted = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
-        got = "no CUDA GPU" if capability is None else f"{capability[0]}.{capability[1]}"
-        return f"capability is {got}, must be {wanted}"
+        if capability is None:
+            return f"no CUDA GPU, must be of compute capability {wanted}"
+        return f"compute capability is {capability[0]}.{capability[1]}, must be {wanted}"
     return entry.refusal(problem)
 
 
-def _route(entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings) -> Route:
+def _route(
+    entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings
+) -> Route:
     if not entry.targets or capability is None:
         return Route(entry)
-    return Route(entry, target_of(capability), settings.tile or pick_tile(problem.m, problem.n, problem.k))
+    return Route(
+        entry, target_of(capability), settings.tile or pick_tile(problem.m, problem.n, problem.k)
+    )
 
 
 @dataclass(frozen=True)
@@ -161,12 +184,25 @@ class Table:
     def __str__(self) -> str:
         cells = [("op", "variant", "backend", "kernel", "capabilities", "compiled for")]
         for entry in self.rows:
-            capabilities = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ()) or "any"
+            capabilities = (
+                ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
+                or "any"
+            )
             cells.append(
-                (entry.op, entry.variant, entry.backend, entry.kernel, capabilities, ", ".join(entry.targets) or "-")
+                (
+                    entry.op,
+                    entry.variant,
+                    entry.backend,
+                    entry.kernel,
+                    capabilities,
+                    ", ".join(entry.targets) or "-",
+                )
             )
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
 
 
 def dispatch_table() -> Table:

@@ -22,13 +22,17 @@ def environment() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Each visible GPU with its compute capability and the target that its kernels are compiled for."""
+    """Each visible GPU with its compute capability and the target that its kernels are compiled
+    for.
+    """
     found = []
     for index in range(torch.cuda.device_count()):
         capability = capability_of_device(torch.device("cuda", index))
         if capability is not None:
             target = target_of(capability) or "no kernels"
-            found.append(f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]}, {target})")
+            found.append(
+                f"{torch.cuda.get_device_name(index)} ({capability[0]}.{capability[1]}, {target})"
+            )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Static gates: compile kernels without a GPU and refuse machine code that cannot be at the chip's full rate."""
+"""Static gates: compile without a GPU, refuse code that cannot run at the chip's full rate."""
 
 from __future__ import annotations
 
@@ -47,15 +47,20 @@ class Inspection:
 def gate_failures(code: Code, smem_bytes: int, target: str) -> tuple[str, ...]:
     """The gates that a kernel's code does not pass.
 
-    On the sm_120 family the only tensor-core instruction allowed is the block-scaled one: the plain one runs at
-    half rate on GeForce. Everywhere: TMA loads, no local memory, no stack, no spills, the shared-memory limit.
+    On the sm_120 family the only tensor-core instruction allowed is the block-scaled one: the plain
+    one runs at half rate on GeForce. Everywhere: TMA loads, no local memory, no stack, no spills,
+    the shared-memory limit.
     """
     limit = SMEM_LIMIT[target[:5]]
     failures = []
     if not code.mma:
         failures.append("no tensor-core instruction")
     if target.startswith("sm_12"):
-        failures += [f"uses {name}, not the block-scaled MMA" for name in code.mma if not name.startswith("QMMA.SF")]
+        failures += [
+            f"uses {name}, not the block-scaled MMA"
+            for name in code.mma
+            if not name.startswith("QMMA.SF")
+        ]
     if not code.tma_loads:
         failures.append("no TMA load")
     if code.local or code.stack or code.spills:
@@ -82,7 +87,15 @@ def inspect_kernel(config: GemmConfig, target: str) -> Inspection:
             raise RuntimeError(f"inspect: got {len(cubins)} cubins of {config.name}, must be 1")
         code = read_cubin(cubins[0])
     smem = config.tile.smem_bytes
-    return Inspection(config.name, target, config.tile.stages, smem, seconds, code, gate_failures(code, smem, target))
+    return Inspection(
+        config.name,
+        target,
+        config.tile.stages,
+        smem,
+        seconds,
+        code,
+        gate_failures(code, smem, target),
+    )
 
 
 def inspect_kernels(targets: list[str], ops: str | None = None) -> Iterator[Inspection]:

@@ -1,4 +1,4 @@
-"""Linear layers on quantised weights, in reference form: quantise the activation, multiply, add the bias."""
+"""Linear layers on quantised weights, in reference form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cute_fp8.targets import capability_of_device
 def fp8_w8a8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ W.T + bias`` with per-channel e4m3 weights and activations quantised per token now.
 
-    Goes through torch's FP8 matmul where the dispatch table has one for the GPU, else fp32 math: never through
-    this package's kernels, which are measured against it.
+    Goes through torch's FP8 matmul where the dispatch table has one for the GPU, else fp32 math:
+    never through this package's kernels, which are measured against it.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32.
@@ -39,7 +39,8 @@ def mxfp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32.
-        q, scale: weight codes ``[N, K]`` and e8m0 scales, as ``quantize_mxfp8`` gives them, blocked or not.
+        q, scale: weight codes ``[N, K]`` and e8m0 scales, as ``quantize_mxfp8`` gives them, blocked
+            or not.
         bias: ``[N]`` bf16, fp16 or fp32.
 
     Returns:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.kernels.config import K_MULTIPLE
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
 
 FP8_MAX = 448.0
@@ -28,9 +29,6 @@ FP8_MAX = 448.0
 
 MX_BLOCK = 32
 """Elements along K that share one e8m0 scale."""
-
-K_MULTIPLE = 16
-"""K of the per-row recipe is a multiple of this: 16 bytes, the granularity of loads."""
 
 _NAN_CODE = 0x7F
 _E8M0_NAN = 0xFF

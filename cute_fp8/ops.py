@@ -1,8 +1,9 @@
 """``torch.library`` ops: what ``torch.compile``, ``torch.export`` and dispatch modes see of a GEMM.
 
-Three ops, because a schema has one kind of result: ``gemm`` (functional), ``gemm_out`` (writes ``out``) and
-``gemm_quantized`` (MXFP8 output: codes and scales). They take uint8 views of float8 tensors: schema checks do
-arithmetic on their arguments, which float8 has not. The scales' dtype tells the variant: uint8 are e8m0 bytes.
+Three ops, because a schema has one kind of result: ``gemm`` (functional), ``gemm_out`` (writes
+``out``) and ``gemm_quantized`` (MXFP8 output: codes and scales). They take uint8 views of float8
+tensors: schema checks do arithmetic on their arguments, which float8 has not. The scales' dtype
+tells the variant: uint8 are e8m0 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ def gemm(
 ) -> Tensor:
     """``cute_fp8.gemm`` on uint8 codes; see there."""
     y = run_gemm(
-        _codes(xq), _scale(sx), _codes(wq), _scale(sw), bias, residual, activation, out_dtype, None, fast_accum
+        _codes(xq),
+        _scale(sx),
+        _codes(wq),
+        _scale(sw),
+        bias,
+        residual,
+        activation,
+        out_dtype,
+        None,
+        fast_accum,
     )
     assert isinstance(y, Tensor)
     return y
@@ -79,7 +89,18 @@ def gemm_out(
     out: Tensor,
 ) -> None:
     """``cute_fp8.gemm(..., out=out)`` on uint8 codes; the output's dtype is ``out``'s."""
-    run_gemm(_codes(xq), _scale(sx), _codes(wq), _scale(sw), bias, residual, activation, out.dtype, out, fast_accum)
+    run_gemm(
+        _codes(xq),
+        _scale(sx),
+        _codes(wq),
+        _scale(sw),
+        bias,
+        residual,
+        activation,
+        out.dtype,
+        out,
+        fast_accum,
+    )
 
 
 @gemm_out.register_fake
@@ -107,8 +128,21 @@ def gemm_quantized(
     residual: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """``cute_fp8.gemm(..., out_dtype=torch.float8_e4m3fn)`` on uint8 codes: uint8 codes and blocked scales."""
-    y = run_gemm(_codes(xq), _scale(sx), _codes(wq), _scale(sw), bias, residual, activation, E4M3, None, False)
+    """``cute_fp8.gemm(..., out_dtype=torch.float8_e4m3fn)`` on uint8 codes: uint8 codes and blocked
+    scales.
+    """
+    y = run_gemm(
+        _codes(xq),
+        _scale(sx),
+        _codes(wq),
+        _scale(sw),
+        bias,
+        residual,
+        activation,
+        E4M3,
+        None,
+        False,
+    )
     assert isinstance(y, tuple)
     return as_bytes(y[0]), as_bytes(y[1])
 
@@ -143,5 +177,14 @@ def _check_fake(
     fast_accum: bool,
 ) -> None:
     check_gemm(
-        _codes(xq), _scale(sx), _codes(wq), _scale(sw), bias, residual, activation, out_dtype, None, fast_accum
+        _codes(xq),
+        _scale(sx),
+        _codes(wq),
+        _scale(sw),
+        bias,
+        residual,
+        activation,
+        out_dtype,
+        None,
+        fast_accum,
     )

@@ -1,23 +1,25 @@
 """Argument checks of a GEMM call, and what remains of it once checked: a :class:`GemmProblem`.
 
-Every rule of the public API is enforced here, once per combination of shapes, strides and dtypes, before any
-route is chosen: the same rules hold on a CPU. A refusal is one line: the argument, what it got, what it must be.
+Every rule of the public API is enforced here, once per combination of shapes, strides and dtypes,
+before any route is chosen: the same rules hold on a CPU. A refusal is one line: the argument, what
+it got, what it must be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_fp8.kernels.config import ACTIVATIONS
-from cute_fp8.numerics import K_MULTIPLE, MX_BLOCK
+from cute_fp8.kernels.config import ACTIVATIONS, K_MULTIPLE, N_MULTIPLE
+from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import blocked_numel
 
 ALIGNMENT = 16
-N_MULTIPLE = 8
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -26,8 +28,8 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 class GemmProblem:
     """A checked GEMM call without its data: sizes, strides (in elements), dtypes, options.
 
-    ``sx_stride`` and ``sw_stride`` are between consecutive rows' scales, 0 where one scale serves all. The
-    MXFP8 variant has ``sx_blocked`` and ``sw_blocked`` instead.
+    ``sx_stride`` and ``sw_stride`` are between consecutive rows' scales, 0 where one scale serves
+    all. The MXFP8 variant has ``sx_blocked`` and ``sw_blocked`` instead.
     """
 
     variant: str
@@ -43,6 +45,8 @@ class GemmProblem:
     residual_stride: int = 0
     sx_stride: int = 1
     sw_stride: int = 1
+    sx_is_vector: bool = True
+    sw_is_vector: bool = True
     sx_blocked: bool = False
     sw_blocked: bool = False
     bias: torch.dtype | None = None
@@ -52,6 +56,7 @@ class GemmProblem:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
+        """``[..., N]``."""
         return (*self.batch, self.n)
 
 
@@ -74,7 +79,15 @@ def check_gemm(
         ValueError: a wrong shape, stride, alignment, device, overlap or option.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    tensors = {"xq": xq, "sx": sx, "wq": wq, "sw": sw, "bias": bias, "residual": residual, "out": out}
+    tensors = {
+        "xq": xq,
+        "sx": sx,
+        "wq": wq,
+        "sw": sw,
+        "bias": bias,
+        "residual": residual,
+        "out": out,
+    }
     _check_tensors(tensors)
     _check_options(activation, out_dtype, fast_accum)
     variant = _variant(sx, sw)
@@ -82,7 +95,6 @@ def check_gemm(
     n = _check_wq(wq, k)
     _check_devices(tensors)
     _check_out_dtype(variant, out_dtype, n, out)
-    y_dtype = torch.bfloat16 if out_dtype is E4M3 else out_dtype
     problem = GemmProblem(
         variant=variant,
         m=m,
@@ -93,17 +105,20 @@ def check_gemm(
         out_dtype=out_dtype,
         xq_stride=_row_stride("xq", xq),
         wq_stride=_row_stride("wq", wq),
-        out_stride=n if out is None else _check_matrix("out", out, (*batch, n), (out_dtype,), own_rows=True),
-        bias=None if bias is None else _check_bias(bias, n),
-        residual=None if residual is None else residual.dtype,
-        residual_stride=0
-        if residual is None
-        else _check_matrix("residual", residual, (*batch, n), (y_dtype, torch.float32)),
+        out_stride=n,
         activation=activation,
         fast_accum=fast_accum,
         **_check_scales(variant, sx, sw, batch, m, n, k),
     )
+    if bias is not None:
+        problem = replace(problem, bias=_check_bias(bias, n))
+    if residual is not None:
+        y_dtype = torch.bfloat16 if out_dtype is E4M3 else out_dtype
+        stride = _check_matrix("residual", residual, problem.out_shape, (y_dtype, torch.float32))
+        problem = replace(problem, residual=residual.dtype, residual_stride=stride)
     if out is not None:
+        stride = _check_matrix("out", out, problem.out_shape, (out_dtype,), own_rows=True)
+        problem = replace(problem, out_stride=stride)
         check_overlap(out, (xq, sx, wq, sw, bias, residual))
     check_grad(tensors.values())
     return problem
@@ -113,7 +128,8 @@ def check_grad(tensors: Iterable[Tensor | None]) -> None:
     """Raise ``RuntimeError`` if any tensor requires grad while grad mode is on: inference only."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
-            "gemm: got an input that requires grad in grad mode, must be inference: call it under torch.no_grad()"
+            "gemm: got an input that requires grad in grad mode, must be inference: "
+            "call it under torch.no_grad()"
         )
 
 
@@ -133,7 +149,9 @@ def check_overlap(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
 
 def _check_tensors(tensors: dict[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and not (tensor is None and name in ("bias", "residual", "out")):
+        if not isinstance(tensor, Tensor) and not (
+            tensor is None and name in ("bias", "residual", "out")
+        ):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
         if tensor is not None and tensor.layout is not torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, must be torch.strided")
@@ -141,7 +159,9 @@ def _check_tensors(tensors: dict[str, Tensor | None]) -> None:
 
 def _check_options(activation: str | None, out_dtype: torch.dtype, fast_accum: bool) -> None:
     if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, must be None or one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"activation: got {activation!r}, must be None or one of {', '.join(ACTIVATIONS)}"
+        )
     if out_dtype not in (*OUT_DTYPES, E4M3):
         raise TypeError(
             f"out_dtype: got {out_dtype}, must be torch.bfloat16, torch.float16, torch.float32 "
@@ -155,7 +175,9 @@ def _variant(sx: Tensor, sw: Tensor) -> str:
     kinds = {torch.float32: "per_token", E8M0: "mxfp8"}
     for name, scale in (("sx", sx), ("sw", sw)):
         if scale.dtype not in kinds:
-            raise TypeError(f"{name}: got {scale.dtype}, must be torch.float32 or torch.float8_e8m0fnu")
+            raise TypeError(
+                f"{name}: got {scale.dtype}, must be torch.float32 or torch.float8_e8m0fnu"
+            )
     if sx.dtype != sw.dtype:
         raise ValueError(f"sw: got {sw.dtype}, must be {sx.dtype} as sx is (scales of one kind)")
     return kinds[sx.dtype]
@@ -207,7 +229,8 @@ def _check_out_dtype(variant: str, out_dtype: torch.dtype, n: int, out: Tensor |
         return
     if variant != "mxfp8":
         raise ValueError(
-            "out_dtype: got torch.float8_e4m3fn with fp32 scales, must be used with MXFP8 (float8_e8m0fnu) scales"
+            "out_dtype: got torch.float8_e4m3fn with fp32 scales, "
+            "must be used with MXFP8 (float8_e8m0fnu) scales"
         )
     if n % MX_BLOCK:
         raise ValueError(f"wq: got N = {n}, must be a multiple of {MX_BLOCK} for MXFP8 output")
@@ -216,22 +239,32 @@ def _check_out_dtype(variant: str, out_dtype: torch.dtype, n: int, out: Tensor |
 
 
 def _check_matrix(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], own_rows: bool = False
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    own_rows: bool = False,
 ) -> int:
     """Check an output-shaped tensor; returns its row stride."""
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: got {tensor.dtype}, must be {' or '.join(map(str, dict.fromkeys(dtypes)))}")
+        raise TypeError(
+            f"{name}: got {tensor.dtype}, must be {' or '.join(map(str, dict.fromkeys(dtypes)))}"
+        )
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, must be {shape}")
     stride = _row_stride(name, tensor)
     if own_rows and stride < shape[-1] and batch_size(shape[:-1]) > 1:
-        raise ValueError(f"{name}: got row stride {stride}, must be at least {shape[-1]} (rows overlap)")
+        raise ValueError(
+            f"{name}: got row stride {stride}, must be at least {shape[-1]} (rows overlap)"
+        )
     return stride
 
 
 def _check_bias(bias: Tensor, n: int) -> torch.dtype:
     if bias.dtype not in OUT_DTYPES:
-        raise TypeError(f"bias: got {bias.dtype}, must be torch.bfloat16, torch.float16 or torch.float32")
+        raise TypeError(
+            f"bias: got {bias.dtype}, must be torch.bfloat16, torch.float16 or torch.float32"
+        )
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, must be ({n},)")
     if bias.stride(0) != 1 and n > 1:
@@ -241,7 +274,8 @@ def _check_bias(bias: Tensor, n: int) -> torch.dtype:
 
 def _check_scales(
     variant: str, sx: Tensor, sw: Tensor, batch: tuple[int, ...], m: int, n: int, k: int
-) -> dict[str, int | bool]:
+) -> dict[str, Any]:
+    """The fields of :class:`GemmProblem` that say where each row's scales are."""
     if variant == "mxfp8":
         cols = k // MX_BLOCK
         return {
@@ -251,19 +285,27 @@ def _check_scales(
     return {
         "sx_stride": _check_fp32_scale("sx", sx, m, ((m,), (m, 1), batch, (*batch, 1))),
         "sw_stride": _check_fp32_scale("sw", sw, n, ((n,), (n, 1), (1, n))),
+        "sx_is_vector": tuple(sx.shape) == (m,),
+        "sw_is_vector": tuple(sw.shape) == (n,),
     }
 
 
-def _check_fp32_scale(name: str, scale: Tensor, count: int, shapes: Sequence[tuple[int, ...]]) -> int:
+def _check_fp32_scale(
+    name: str, scale: Tensor, count: int, shapes: Sequence[tuple[int, ...]]
+) -> int:
     if scale.numel() == 1:
         return 0
     if tuple(scale.shape) not in shapes:
         wanted = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, must be {wanted} or one element")
-    return _flat_stride(name, scale, scale.shape, scale.stride(), f"one stride between its {count} values")
+    return _flat_stride(
+        name, scale, scale.shape, scale.stride(), f"one stride between its {count} values"
+    )
 
 
-def _check_mx_scale(name: str, scale: Tensor, rows: int, cols: int, shapes: Sequence[tuple[int, ...]]) -> bool:
+def _check_mx_scale(
+    name: str, scale: Tensor, rows: int, cols: int, shapes: Sequence[tuple[int, ...]]
+) -> bool:
     numel = blocked_numel(rows, cols)
     if not scale.is_contiguous():
         raise ValueError(f"{name}: got strides {tuple(scale.stride())}, must be contiguous")
@@ -272,37 +314,45 @@ def _check_mx_scale(name: str, scale: Tensor, rows: int, cols: int, shapes: Sequ
     if tuple(scale.shape) == (numel,):
         return True
     raise ValueError(
-        f"{name}: got shape {tuple(scale.shape)}, must be ({rows}, {cols}) row-major or ({numel},) in 128x4 blocks"
+        f"{name}: got shape {tuple(scale.shape)}, must be ({rows}, {cols}) row-major "
+        f"or ({numel},) in 128x4 blocks"
     )
 
 
 def _row_stride(name: str, tensor: Tensor) -> int:
-    """Stride between rows of ``[..., columns]``, all batch dimensions as one; columns must be contiguous."""
+    """Stride between rows of ``[..., columns]``, all batch dimensions as one.
+
+    Columns must be contiguous.
+    """
     columns = tensor.shape[-1]
     if tensor.stride(-1) != 1 and columns > 1:
         raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, must be 1")
-    itemsize = tensor.element_size()
-    if _has_storage(tensor) and tensor.data_ptr() % ALIGNMENT:
+    if _has_storage(tensor) and (past := tensor.data_ptr() % ALIGNMENT):
         raise ValueError(
-            f"{name}: got an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, "
+            f"{name}: got an address {past} bytes past a multiple of {ALIGNMENT}, "
             f"must be {ALIGNMENT}-byte aligned"
         )
     if batch_size(tuple(tensor.shape[:-1])) <= 1:
         return columns
-    stride = _flat_stride(name, tensor, tensor.shape[:-1], tensor.stride()[:-1], "rows at one stride")
-    if stride * itemsize % ALIGNMENT:
+    stride = _flat_stride(
+        name, tensor, tensor.shape[:-1], tensor.stride()[:-1], "rows at one stride"
+    )
+    stride_bytes = stride * tensor.element_size()
+    if stride_bytes % ALIGNMENT:
         raise ValueError(
-            f"{name}: got a row stride of {stride * itemsize} bytes, must be a multiple of {ALIGNMENT}"
+            f"{name}: got a row stride of {stride_bytes} bytes, must be a multiple of {ALIGNMENT}"
         )
     return stride
 
 
-def _flat_stride(name: str, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], wanted: str) -> int:
+def _flat_stride(
+    name: str, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], wanted: str
+) -> int:
     """The one stride of dimensions ``shape`` walked in order; size-1 dimensions do not matter."""
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
     if not dims:
         return 1
-    for (_, outer), (size, inner) in zip(dims, dims[1:], strict=False):
+    for (_, outer), (size, inner) in pairwise(dims):
         if outer != size * inner:
             raise ValueError(f"{name}: got strides {tuple(tensor.stride())}, must be {wanted}")
     return dims[-1][1]
@@ -320,5 +370,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     first = tensor.data_ptr()
     if tensor.numel() == 0:
         return first, first
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return first, first + (last + 1) * tensor.element_size()

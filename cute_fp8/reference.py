@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
@@ -76,8 +75,8 @@ def activate(name: str | None, y: Tensor) -> Tensor:
     if name == "relu":
         return torch.relu(y)
     if name == "silu":
-        return F.silu(y)
-    return F.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+        return torch.nn.functional.silu(y)
+    return torch.nn.functional.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def _float64(codes: Tensor, scale: Tensor) -> Tensor:
@@ -86,5 +85,3 @@ def _float64(codes: Tensor, scale: Tensor) -> Tensor:
         scale = from_blocked(scale, rows, k // MX_BLOCK)
     factors = scale.reshape(rows, k // MX_BLOCK).to(torch.float64)
     return (codes.to(torch.float64).view(rows, -1, MX_BLOCK) * factors.unsqueeze(-1)).view(rows, k)
-
-

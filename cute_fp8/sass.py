@@ -1,7 +1,7 @@
 """Reading a compiled kernel's machine code: disassemble a cubin and count what its main loop does.
 
-Static facts about the code, not measurements. Needs NVIDIA's ``nvdisasm`` and ``cuobjdump``, which PyPI has
-(``pip install 'cute-fp8[cli]'``), or those of a CUDA toolkit on the ``PATH``.
+Static facts about the code, not measurements. Needs NVIDIA's ``nvdisasm`` and ``cuobjdump``, which
+PyPI has (``pip install 'cute-fp8[cli]'``), or those of a CUDA toolkit on the ``PATH``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Code:
         stack, local: bytes per thread.
         spills: loads and stores of spilled registers.
         tma_loads: TMA tensor loads (``UTMALDG``).
-        loop_mma, loop_others: instructions of the main loop: tensor-core, and all others but filler.
+        loop_mma, loop_others: instructions of the main loop: tensor-core, and all others but
+            filler.
     """
 
     mma: tuple[str, ...]
@@ -48,6 +49,7 @@ class Code:
 
     @property
     def others_per_mma(self) -> float:
+        """Instructions of the main loop beside each tensor-core instruction; filler left out."""
         return self.loop_others / self.loop_mma if self.loop_mma else float("inf")
 
 
@@ -60,7 +62,9 @@ def read_cubin(path: Path) -> Code:
     listing = _run("nvdisasm", "-c", str(path))
     resources = _RESOURCES.search(_run("cuobjdump", "--dump-resource-usage", str(path)))
     if resources is None:
-        raise RuntimeError(f"cuobjdump: got no resource usage of {path.name}, must be a cubin with a kernel")
+        raise RuntimeError(
+            f"cuobjdump: got no resource usage of {path.name}, must be a cubin with a kernel"
+        )
     registers, stack, _, local = map(int, resources.groups())
     instructions, labels = _parse(listing)
     loop = main_loop(instructions, labels)
@@ -70,7 +74,8 @@ def read_cubin(path: Path) -> Code:
         registers=registers,
         stack=stack,
         local=local,
-        spills=listing.count("SpillRefill") + sum(text.startswith(("STL", "LDL")) for text in instructions),
+        spills=listing.count("SpillRefill")
+        + sum(text.startswith(("STL", "LDL")) for text in instructions),
         tma_loads=sum("UTMALDG" in text for text in instructions),
         loop_mma=loop_mma,
         loop_others=sum(FILLER not in text for text in loop) - loop_mma,
@@ -84,11 +89,14 @@ def mma_name(text: str) -> str | None:
 
 
 def is_mma(text: str) -> bool:
+    """Whether one line of SASS is a tensor-core instruction."""
     return mma_name(text) is not None
 
 
 def main_loop(instructions: list[str], labels: dict[str, int]) -> list[str]:
-    """The instructions of the shortest loop (a backward branch) that holds tensor-core instructions."""
+    """The instructions of the shortest loop (a backward branch) that holds tensor-core
+    instructions.
+    """
     loops = []
     for end, text in enumerate(instructions):
         branch = _BRANCH.search(text)
@@ -111,9 +119,13 @@ def _parse(listing: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([find_tool(tool), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [find_tool(tool), *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{tool}: got exit status {done.returncode} ({done.stderr.strip()[:200]}), must be 0")
+        raise RuntimeError(
+            f"{tool}: got exit status {done.returncode} ({done.stderr.strip()[:200]}), must be 0"
+        )
     return done.stdout
 
 
@@ -129,5 +141,7 @@ def find_tool(tool: str) -> str:
         return str(candidate)
     found = shutil.which(tool)
     if found is None:
-        raise RuntimeError(f"{tool}: got nothing on PATH, must be installed: pip install 'cute-fp8[cli]'")
+        raise RuntimeError(
+            f"{tool}: got nothing on PATH, must be installed: pip install 'cute-fp8[cli]'"
+        )
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cute_fp8.kernels.config import TILE_32x64, TILE_128x128, TileConfig
 
-#: Up to this many tokens the weights are what is moved, and more, smaller tiles keep more SMs reading them.
+#: Up to this many tokens the weights are what is moved, and more, smaller tiles keep more SMs
+#: reading them.
 FEW_TOKENS = 64
 
 

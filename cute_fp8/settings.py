@@ -1,4 +1,4 @@
-"""What a caller can pin: the backend and the kernel configuration, for a block of code or the process."""
+"""What a caller can pin, for a block of code or the process: the backend and the kernel tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 
 
 class Settings(NamedTuple):
-    """backend: one of :data:`BACKENDS`; tile: a pinned kernel tile, or None for the selection's choice."""
+    """backend: one of :data:`BACKENDS`.
+
+    Tile: a pinned kernel tile, or None for the selection's choice.
+    """
 
     backend: str
     tile: TileConfig | None
@@ -37,10 +40,10 @@ def _check_tile(config: TileConfig | str | None) -> TileConfig | None:
     raise ValueError(f"config: got {config!r}, must be a TileConfig or one of {names}")
 
 
-_current: ContextVar[Settings] = ContextVar(
-    "cute_fp8_settings",
-    default=Settings(check_backend(os.environ.get("CUTE_FP8_BACKEND", "auto"), "CUTE_FP8_BACKEND"), None),
+_of_process = Settings(
+    check_backend(os.environ.get("CUTE_FP8_BACKEND", "auto"), "CUTE_FP8_BACKEND"), None
 )
+_current: ContextVar[Settings] = ContextVar("cute_fp8_settings", default=_of_process)
 current = _current.get
 
 
@@ -52,8 +55,8 @@ def use(backend: str | None = None, config: TileConfig | str | None = None) -> I
 
     Args:
         backend: ``auto`` (the dispatch table's first match), ``cute`` (only a native CuTe kernel),
-            ``stand-in`` (on compute capability 9.0: the sm_120 kernel with a Hopper MMA, for testing it
-            there), ``torch`` or ``reference``. None leaves it as it is.
+            ``stand-in`` (on compute capability 9.0: the sm_120 kernel with a Hopper MMA, for
+            testing it there), ``torch`` or ``reference``. None leaves it as it is.
         config: a tile, or its name as ``explain`` prints it; for CuTe kernels only. None leaves it.
 
     Raises:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from cute_fp8.demo import LayerResult, Similarities, Timing
     from cute_fp8.inspection import Inspection
 
 T = TypeVar("T")
@@ -17,7 +19,12 @@ T = TypeVar("T")
 
 def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Yield ``items`` under a progress bar with an ETA, on stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield from progress.track(items, total=total, description=what)
 
@@ -53,4 +60,95 @@ def inspection_table(found: Iterable[Inspection]) -> Table:
             f"{i.seconds:.1f}",
             "[red]FAIL[/]" if i.failures else "pass",
         )
+    return table
+
+
+def print_all(*parts: Table | str) -> None:
+    """Print tables and plain lines to stdout, as :func:`print_table` does."""
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(part)
+        else:
+            print(part)
+
+
+def layer_table(layers: Iterable[LayerResult]) -> Table:
+    """One row per linear layer: what FP8 costs it, or why it stays as it is."""
+    table = Table(
+        title="linear layers in FP8: one scale per output channel, one per token",
+        caption=(
+            "errors of the codes; then of the FP8 output against the bf16 layer's "
+            "(element: the worst one's share of its allowance)"
+        ),
+    )
+    table.add_column("layer", overflow="fold")
+    table.add_column("M x N x K", justify="right")
+    table.add_column("route", overflow="fold")
+    for name in ("weight err", "act. err", "crest", "cosine", "rel. L2", "element"):
+        table.add_column(name, justify="right")
+    table.add_column("near-lossless")
+    for i in layers:
+        shape = f"{i.m}x{i.n}x{i.k}"
+        if i.error is None or i.verdict is None:
+            table.add_row(i.layer, shape, *["-"] * 7, escape(f"not quantised: {i.reason}"))
+            continue
+        table.add_row(
+            i.layer,
+            shape,
+            i.route,
+            f"{i.error['rel_l2']:.4f}",
+            f"{i.error['activation_rel_l2']:.4f}",
+            f"{i.error['activation_crest']:.1f}",
+            f"{i.verdict.cosine:.5f}",
+            f"{i.verdict.rel_l2:.4f}",
+            f"{i.verdict.element_ratio:.2f}",
+            "pass" if i.verdict else "[red]FAIL[/]",
+        )
+    return table
+
+
+def similarity_table(found: Similarities) -> Table:
+    """Similarity of each related pair before and after, and how far all pairs moved."""
+    table = Table(
+        title="sentence similarities before and after",
+        caption=(
+            f"all {found.compared} pairs, FP8 against bf16: |difference| <= "
+            f"{found.largest_difference:.4f}, Spearman {found.spearman:.5f} (bf16 against fp32: "
+            f"{found.bf16_largest_difference:.4f}, {found.bf16_spearman:.5f})"
+        ),
+    )
+    table.add_column("sentences")
+    for name in ("fp32", "bf16", "FP8", "FP8 - bf16"):
+        table.add_column(name, justify="right")
+    for pair in found.pairs:
+        table.add_row(
+            escape(f"{pair['a']}\n{pair['b']}"),
+            *(f"{pair[name]:.4f}" for name in ("fp32", "bf16", "fp8")),
+            f"{pair['difference']:+.4f}",
+        )
+    return table
+
+
+def timing_table(timings: Iterable[Timing], calls: int) -> Table:
+    """One row per GEMM: microseconds of each implementation, and ours against the others."""
+    table = Table(
+        title="GEMM alone, activations already quantised: median microseconds",
+        caption=f"CUDA graphs of {calls} calls; operands in L2, as this small model's weights stay",
+    )
+    table.add_column("M x N x K", justify="right")
+    for name in (
+        "cute_fp8",
+        "bf16 F.linear",
+        "row-wise _scaled_mm",
+        "bf16 / ours",
+        "row-wise / ours",
+    ):
+        table.add_column(name, justify="right")
+    shapes: dict[str, dict[str, float | None]] = {}
+    for i in timings:
+        shapes.setdefault(f"{i.M}x{i.N}x{i.K}", {})[i.impl] = i.us
+    for shape, us in shapes.items():
+        ours, bf16, rowwise = (us.get(n) for n in ("cute_fp8", "torch_bf16", "torch_rowwise"))
+        ratios = [f"{t / ours:.2f}" if t and ours else "-" for t in (bf16, rowwise)]
+        table.add_row(shape, *(f"{t:.1f}" if t else "-" for t in (ours, bf16, rowwise)), *ratios)
     return table

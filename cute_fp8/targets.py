@@ -6,12 +6,16 @@ import torch
 
 Capability = tuple[int, int]
 
-#: Targets that ``compile`` accepts. The ``a`` (and ``f``) is what the block-scaled MMA and wgmma need.
+#: Targets that ``compile`` accepts. The ``a`` (and ``f``) is what the block-scaled MMA and wgmma
+#: need.
 TARGETS = ("sm_90a", "sm_120a", "sm_121a", "sm_120f")
 
 
 def target_of(capability: Capability) -> str | None:
-    """The compile target of a device, by *family*: any 12.x runs the sm_120 kernels. None: no kernels."""
+    """The compile target of a device, by *family*: any 12.x runs the sm_120 kernels.
+
+    None: no kernels.
+    """
     major, minor = capability
     if major == 12:
         return {0: "sm_120a", 1: "sm_121a"}.get(minor, "sm_120f")
@@ -28,8 +32,8 @@ def check_target(target: str) -> str:
     """Return ``target``, or raise.
 
     Raises:
-        ValueError: not one of :data:`TARGETS`. Caught here, before a compiler says it less plainly: plain
-            ``sm_120`` has no block-scaled MMA.
+        ValueError: not one of :data:`TARGETS`. Caught here, before a compiler says it less plainly:
+            plain ``sm_120`` has no block-scaled MMA.
     """
     if target not in TARGETS:
         hint = f" (did you mean {target}a?)" if f"{target}a" in TARGETS else ""

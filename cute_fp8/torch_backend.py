@@ -1,7 +1,7 @@
 """GEMM through torch's own FP8 matmul (cuBLASLt, CUTLASS): where no CuTe kernel serves the GPU.
 
-Three routes, each with a predicate that says in words why it does not serve a problem. All keep the numerics
-contract: one rounding, after everything that is fused.
+Three routes, each with a predicate that says in words why it does not serve a problem. All keep the
+numerics contract: one rounding, after everything that is fused.
 """
 
 from __future__ import annotations

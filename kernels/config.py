@@ -1,7 +1,8 @@
 """What a GEMM kernel is specialised for, as plain data: no DSL, no torch, usable anywhere.
 
-A :class:`GemmConfig` is everything that one compilation is keyed by besides the target: the tile, how
-the warps divide it, and the epilogue. Problem sizes and strides are run-time values and not in here.
+A :class:`GemmConfig` is everything that one compilation is keyed by besides the target: the tile,
+how the warps divide it, and the epilogue. Problem sizes and strides are run-time values and not in
+here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ MBARRIER_BYTES = 8
 #: A 128-byte swizzle repeats every 8 rows: each operand's stages start on a multiple of this.
 STAGE_ALIGNMENT = 1024
 
+#: What N and K must be multiples of: the epilogue's 8 columns a lane, TMA's 16 bytes.
+N_MULTIPLE, K_MULTIPLE = 8, 16
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -26,8 +29,9 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 class TileConfig:
     """How one CTA tile is cut into warps and stages.
 
-    The CTA computes ``m x n`` outputs, ``k`` codes of the reduction at a time; ``warps_m x warps_n``
-    MMA warps share the tile. K advances through a ring of ``stages`` shared-memory buffers.
+    The CTA computes ``m x n`` outputs, ``k`` codes of the reduction at a time; ``warps_m x
+    warps_n`` MMA warps share the tile. K advances through a ring of ``stages`` shared-memory
+    buffers.
     """
 
     m: int
@@ -78,7 +82,9 @@ class TileConfig:
     def check(self) -> TileConfig:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""
         if self.k not in (64, 128):
-            raise ValueError(f"tile {self.name}: k is {self.k}, must be 64 or 128 (one swizzle row)")
+            raise ValueError(
+                f"tile {self.name}: k is {self.k}, must be 64 or 128 (one swizzle row)"
+            )
         if self.m % (self.warps_m * MMA_M):
             raise ValueError(f"tile {self.name}: m must be a multiple of warps_m * {MMA_M}")
         if self.n % (self.warps_n * 4 * MMA_N):
@@ -87,7 +93,9 @@ class TileConfig:
         if max(self.m, self.n) > 256:
             raise ValueError(f"tile {self.name}: a TMA box side is at most 256")
         if min(self.m, self.n) * self.k % STAGE_ALIGNMENT:
-            raise ValueError(f"tile {self.name}: m * k and n * k must be multiples of {STAGE_ALIGNMENT}")
+            raise ValueError(
+                f"tile {self.name}: m * k and n * k must be multiples of {STAGE_ALIGNMENT}"
+            )
         if self.stages < 2:
             raise ValueError(f"tile {self.name}: stages is {self.stages}, must be at least 2")
         if self.smem_bytes > SMEM_LIMIT_SM120:
@@ -100,7 +108,10 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class EpilogueConfig:
-    """Which optional parts the fused epilogue has. dtypes by torch's names; ``None`` leaves a part out."""
+    """Which optional parts the fused epilogue has.
+
+    Dtypes by torch's names; ``None`` leaves a part out.
+    """
 
     out: str = "bfloat16"
     bias: str | None = None
@@ -131,7 +142,8 @@ class GemmConfig:
         return f"gemm_per_token-{self.tile.name}-{self.epilogue.name}"
 
 
-#: 64x64 warp tiles: the least shared-memory traffic per MMA, and what fits 128 accumulators a thread.
+#: 64x64 warp tiles: the least shared-memory traffic per MMA, and what fits 128 accumulators a
+#: thread.
 TILE_128x128 = TileConfig(128, 128, 128, warps_m=2, warps_n=2, stages=3).check()
 #: For few tokens: the weight tile is what counts, so the ring is deep and the token tile is small.
 TILE_32x64 = TileConfig(32, 64, 128, warps_m=2, warps_n=2, stages=8).check()

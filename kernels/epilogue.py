@@ -1,13 +1,14 @@
-"""The fused epilogue: ``y = act(acc * sx[m] * sw[n] + bias[n]) + residual[m, n]``, one rounding, 16-byte stores.
+"""The fused epilogue: ``y = act(acc * sx[m] * sw[n] + bias[n]) + residual[m, n]``, one rounding,
+16-byte stores.
 
-All math is fp32 in the accumulator's own layout; the only rounding is the last one, to the output's dtype.
-Nothing goes through shared memory, so the epilogue of one tile can never meet the ring stage that the producer
-is filling for the next.
+All math is fp32 in the accumulator's own layout; the only rounding is the last one, to the output's
+dtype. Nothing goes through shared memory, so the epilogue of one tile can never meet the ring stage
+that the producer is filling for the next.
 
-An m16n8 accumulator gives a lane two neighbouring columns, too few for a wide store. Four accumulators side
-by side (32 columns) give the four lanes of a quad 4x4 such pairs; transposing them (``quad_transpose``) leaves
-each lane with 8 consecutive columns of one row: 16 bytes of bf16, 32 of fp32. The transpose is its own inverse,
-so the residual is read the same way.
+An m16n8 accumulator gives a lane two neighbouring columns, too few for a wide store. Four
+accumulators side by side (32 columns) give the four lanes of a quad 4x4 such pairs; transposing
+them (``quad_transpose``) leaves each lane with 8 consecutive columns of one row: 16 bytes of bf16,
+32 of fp32. The transpose is its own inverse, so the residual is read the same way.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def activate(name: str | None, x: Float32) -> Float32:
 
 @cute.jit
 def quad_transpose(words: cute.Tensor, lane_in_quad: Int32):
-    """Transpose, in place, the 4x4 matrix of 32-bit words that a quad's lanes hold (row: lane, column: index).
+    """Transpose, in place, the 4x4 matrix of 32-bit words that a quad's lanes hold (row: lane,
+    column: index).
 
     Two butterfly steps: 2x2 blocks across lanes that differ in bit 0, then blocks across bit 1.
     """
@@ -62,7 +64,9 @@ def quad_transpose(words: cute.Tensor, lane_in_quad: Int32):
 
 @cute.jit
 def pair_words(values: cute.Tensor, dtype: cutlass.Constexpr):
-    """Neighbouring columns' values (2 x 4 fp32: in pair, pair) as planes of 32-bit words: (plane, pair)."""
+    """Neighbouring columns' values (2 x 4 fp32: in pair, pair) as planes of 32-bit words: (plane,
+    pair).
+    """
     if cutlass.const_expr(dtype is Float32):
         return cute.recast_tensor(values, Int32)
     rounded = cute.make_rmem_tensor(values.layout, dtype)
@@ -79,7 +83,14 @@ class Epilogue:
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, operands, m: Int32, n: Int32, warp_row: Int32, warp_column: Int32, lane: Int32
+        self,
+        acc: cute.Tensor,
+        operands,
+        m: Int32,
+        n: Int32,
+        warp_row: Int32,
+        warp_column: Int32,
+        lane: Int32,
     ):
         """Write one warp tile.
 
@@ -94,7 +105,8 @@ class Epilogue:
         for mi in cutlass.range_constexpr(self.tile.warp_m // MMA_M):
             for half in cutlass.range_constexpr(2):
                 row = warp_row + mi * MMA_M + half * 8 + quad
-                # Clamped, not predicated: a lane past the end takes part in the shuffles and stores nothing.
+                # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
+                # nothing.
                 safe_row = cutlass.min(row, m - 1)
                 row_scale = operands.sx[safe_row]
                 for group in cutlass.range_constexpr(self.tile.warp_n // GROUP_COLUMNS):
@@ -105,12 +117,16 @@ class Epilogue:
                             x = acc[half * 2 + e, group * 4 + j, mi] * row_scale
                             values[e, j] = self._column_part(x, columns, e, group * 4 + j)
                     if cutlass.const_expr(self.config.residual is not None):
-                        self._add_residual(values, operands.residual, safe_row, column, n, lane_in_quad)
+                        self._add_residual(
+                            values, operands.residual, safe_row, column, n, lane_in_quad
+                        )
                     self._store(values, operands.out, row, column, m, n, lane_in_quad)
 
     @cute.jit
     def _column_values(self, operands, n: Int32, column: Int32):
-        """Scale and bias of this lane's columns, kept in registers for all rows: ``(2, warp_n / 8)`` each."""
+        """Scale and bias of this lane's columns, kept in registers for all rows: ``(2, warp_n /
+        8)`` each.
+        """
         shape = (2, self.tile.warp_n // MMA_N)
         scale = cute.make_rmem_tensor(shape, Float32)
         bias = cute.make_rmem_tensor(shape, Float32)
@@ -132,11 +148,21 @@ class Epilogue:
 
     @cute.jit
     def _add_residual(
-        self, values: cute.Tensor, residual: cute.Tensor, row: Int32, column: Int32, n: Int32, lane_in_quad: Int32
+        self,
+        values: cute.Tensor,
+        residual: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        n: Int32,
+        lane_in_quad: Int32,
     ):
         # n is a multiple of 8: a group of 8 columns is inside or outside as a whole.
         read = cute.make_rmem_tensor((2, 4), residual.element_type)
-        read.store(_lane_columns(residual, row, cutlass.min(column, n - LANE_COLUMNS)).load().reshape((2, 4)))
+        read.store(
+            _lane_columns(residual, row, cutlass.min(column, n - LANE_COLUMNS))
+            .load()
+            .reshape((2, 4))
+        )
         words = cute.recast_tensor(read, Int32)
         self._transpose_planes(words, lane_in_quad)
         for j in cutlass.range_constexpr(4):
@@ -174,5 +200,7 @@ def _lane_columns(tensor: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor
     # 64-bit: a row times its stride passes 2^31 in large outputs.
     offset = Int64(row) * tensor.stride[0] + column
     pointer = tensor.iterator + offset
-    aligned = cute.make_ptr(tensor.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    aligned = cute.make_ptr(
+        tensor.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16
+    )
     return cute.make_tensor(aligned, cute.make_layout(LANE_COLUMNS))

@@ -2,11 +2,12 @@
 
 ``y[m, n] = act(sum_k xq[m, k] * wq[n, k] * sx[m] * sw[n] + bias[n]) + residual[m, n]``
 
-xq ``[M, K]``, wq ``[N, K]``, y ``[M, N]``, K contiguous in both operands. M, N, K and all strides are run-time
-values; tails are zero-filled by TMA on the way in and masked on the way out.
+xq ``[M, K]``, wq ``[N, K]``, y ``[M, N]``, K contiguous in both operands. M, N, K and all strides
+are run-time values; tails are zero-filled by TMA on the way in and masked on the way out.
 
-Constraints: K a multiple of 16, N of 8; base addresses and row strides of xq, wq, y and residual multiples of 16
-bytes; M >= 1; shared memory as ``TileConfig.smem_bytes`` sums it, at most 101,376 bytes.
+Constraints: K a multiple of 16, N of 8; base addresses and row strides of xq, wq, y and residual
+multiples of 16 bytes; M >= 1; shared memory as ``TileConfig.smem_bytes`` sums it, at most 101,376
+bytes.
 
 Warp roles
     ==========  ===========  =====================  =========================  ==================
@@ -16,12 +17,13 @@ Warp roles
     mma         all others   full[stage]            empty[stage]               1 per MMA warp
     ==========  ===========  =====================  =========================  ==================
 
-The unit scales of the block-scaled MMA sit in one register (see ``mma.py``); no scale tensor exists. The real
-scales are applied once per output, in the epilogue, in registers (``epilogue.py``). While the MMA warps are in the
-epilogue, the producer already fills the ring for the next tile.
+The unit scales of the block-scaled MMA sit in one register (see ``mma.py``); no scale tensor
+exists. The real scales are applied once per output, in the epilogue, in registers
+(``epilogue.py``). While the MMA warps are in the epilogue, the producer already fills the ring for
+the next tile.
 
-The bare-mbarrier style, and the warp sync before a stage's release, follow gau-nernst's gn-kernels (sm_120 MXFP8
-GEMM and its notes on memory ordering).
+The bare-mbarrier style, and the warp sync before a stage's release, follow gau-nernst's gn-kernels
+(sm_120 MXFP8 GEMM and its notes on memory ordering).
 """
 
 from __future__ import annotations
@@ -32,38 +34,24 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream, nullptr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.memory import SmemAllocator
 
-from .config import MMA_K, MMA_M, MMA_N, STAGE_ALIGNMENT, GemmConfig
+from .config import K_MULTIPLE, MMA_K, MMA_M, MMA_N, N_MULTIPLE, STAGE_ALIGNMENT, GemmConfig
 from .epilogue import DTYPES, Epilogue
 from .mma import Instruction, mma_m16n8k32
 from .scheduler import tile_coordinate
 from .smem import fragment_address, load_fragments, tma_load, tma_load_atom
 
 
-#: What ``sizes`` holds. Strides are in elements, between rows (between values for the scales; 0 broadcasts one).
-SIZES = (
-    "m",
-    "n",
-    "k",
-    "xq_stride",
-    "wq_stride",
-    "out_stride",
-    "residual_stride",
-    "sx_stride",
-    "sw_stride",
-    "max_ctas",
-)
-
-
 class EpilogueOperands(NamedTuple):
-    """Global tensors of the epilogue. Absent parts are present as tensors that are never read."""
+    """Global tensors of the epilogue; a part that the configuration leaves out is None."""
 
     out: cute.Tensor
     sx: cute.Tensor
     sw: cute.Tensor
-    bias: cute.Tensor
-    residual: cute.Tensor
+    bias: cute.Tensor | None
+    residual: cute.Tensor | None
 
 
 class Ring(NamedTuple):
@@ -91,7 +79,9 @@ class Work(NamedTuple):
 
 
 class GemmSm120:
-    """One specialisation of the kernel: a :class:`GemmConfig` and the MMA instruction of the target."""
+    """One specialisation of the kernel: a :class:`GemmConfig` and the MMA instruction of the
+    target.
+    """
 
     def __init__(self, config: GemmConfig, instruction: Instruction):
         self.tile = config.tile.check()
@@ -104,36 +94,24 @@ class GemmSm120:
     @cute.jit
     def __call__(
         self,
-        xq: cute.Pointer,
-        wq: cute.Pointer,
-        out: cute.Pointer,
-        sx: cute.Pointer,
-        sw: cute.Pointer,
-        bias: cute.Pointer,
-        residual: cute.Pointer,
-        sizes: cute.Pointer,
+        xq: cute.Tensor,
+        sx: cute.Tensor,
+        wq: cute.Tensor,
+        sw: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        out: cute.Tensor,
+        max_ctas: Int32,
         stream: CUstream,
     ):
-        """Launch on ``stream``.
-
-        Args:
-            sizes: host memory, one int64 per name in :data:`SIZES`. Packed, because every separate argument
-                costs the caller time on every call, and sizes are the same from call to call.
-        """
-        size = dict(zip(SIZES, _read_sizes(sizes), strict=True))
-        m, n, k = Int32(size["m"]), Int32(size["n"]), Int32(size["k"])
+        """Launch on ``stream``, at most ``max_ctas`` CTAs; tensors as in ``fake_arguments``."""
         tile = self.tile
-        tma_a = tma_load_atom(_operand(xq, m, k, size["xq_stride"]), tile.m, tile.k, tile.stages)
-        tma_b = tma_load_atom(_operand(wq, n, k, size["wq_stride"]), tile.n, tile.k, tile.stages)
-        operands = EpilogueOperands(
-            out=cute.make_tensor(out, cute.make_layout((m, n), stride=(size["out_stride"], 1))),
-            sx=cute.make_tensor(sx, cute.make_layout((m,), stride=(size["sx_stride"],))),
-            sw=cute.make_tensor(sw, cute.make_layout((n,), stride=(size["sw_stride"],))),
-            bias=cute.make_tensor(bias, cute.make_layout((n,))),
-            residual=cute.make_tensor(residual, cute.make_layout((m, n), stride=(size["residual_stride"], 1))),
-        )
+        m, n, k = xq.shape[0], wq.shape[0], xq.shape[1]
+        tma_a = tma_load_atom(xq, tile.m, tile.k, tile.stages)
+        tma_b = tma_load_atom(wq, tile.n, tile.k, tile.stages)
+        operands = EpilogueOperands(out, sx, sw, bias, residual)
         work = Work(cute.ceil_div(m, tile.m), cute.ceil_div(n, tile.n), cute.ceil_div(k, tile.k))
-        ctas = cutlass.min(work.tiles_m * work.tiles_n, Int32(size["max_ctas"]))
+        ctas = cutlass.min(work.tiles_m * work.tiles_n, max_ctas)
         self.kernel(tma_a, tma_b, operands, work, m, n).launch(
             grid=(ctas, 1, 1),
             block=(tile.threads, 1, 1),
@@ -165,10 +143,14 @@ class GemmSm120:
     def make_ring(self, tma_a: cpasync.TmaInfo, tma_b: cpasync.TmaInfo, warp: Int32) -> Ring:
         """Allocate the stages and barriers; initialise the barriers."""
         tile = self.tile
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         layout_a, layout_b = tma_a.smem_layout, tma_b.smem_layout
-        a = smem.allocate_tensor(Float8E4M3FN, layout_a.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=layout_a.inner)
-        b = smem.allocate_tensor(Float8E4M3FN, layout_b.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=layout_b.inner)
+        a = smem.allocate_tensor(
+            Float8E4M3FN, layout_a.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=layout_a.inner
+        )
+        b = smem.allocate_tensor(
+            Float8E4M3FN, layout_b.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=layout_b.inner
+        )
         full = smem.allocate_array(Int64, tile.stages)
         empty = smem.allocate_array(Int64, tile.stages)
         if warp == 0:
@@ -191,7 +173,8 @@ class GemmSm120:
         tiles_a = cute.local_tile(tma_a.tma_tensor, (tile.m, tile.k), (None, None))
         tiles_b = cute.local_tile(tma_b.tma_tensor, (tile.n, tile.k), (None, None))
         stage = Int32(0)
-        # A fresh barrier counts as having completed phase 1: the first pass over the ring waits for nobody.
+        # A fresh barrier counts as having completed phase 1: the first pass over the ring waits for
+        # nobody.
         phase = Int32(1)
         ctas, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
@@ -202,19 +185,26 @@ class GemmSm120:
                 full = ring.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tile.stage_bytes)
-                tma_load(tma_a, tiles_a[None, None, tile_row, k_tile], ring.a[None, None, stage], full)
-                tma_load(tma_b, tiles_b[None, None, tile_column, k_tile], ring.b[None, None, stage], full)
+                tma_load(
+                    tma_a, tiles_a[None, None, tile_row, k_tile], ring.a[None, None, stage], full
+                )
+                tma_load(
+                    tma_b, tiles_b[None, None, tile_column, k_tile], ring.b[None, None, stage], full
+                )
                 stage, phase = self.advance(stage, phase)
             index += ctas
 
     @cute.jit
-    def mma(self, ring: Ring, operands: EpilogueOperands, work: Work, m: Int32, n: Int32, warp: Int32):
+    def mma(
+        self, ring: Ring, operands: EpilogueOperands, work: Work, m: Int32, n: Int32, warp: Int32
+    ):
         """MMA warps: multiply the k-tiles of each output tile as they arrive, then its epilogue."""
         tile = self.tile
         lane = cute.arch.lane_idx()
         warp_row, warp_column = warp // tile.warps_n, warp % tile.warps_n
-        # ldmatrix.x4 takes row addresses from lanes 0-7, 8-15, 16-23, 24-31 for its four matrices: for A
-        # (rows, half) = (0-7, 0), (8-15, 0), (0-7, 1), (8-15, 1); for B (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
+        # ldmatrix.x4 takes row addresses from lanes 0-7, 8-15, 16-23, 24-31 for its four matrices:
+        # for A (rows, half) = (0-7, 0), (8-15, 0), (0-7, 1), (8-15, 1); for B (0-7, 0), (0-7, 1),
+        # (8-15, 0), (8-15, 1).
         source = FragmentSource(
             a=fragment_address(ring.a, tile.k, warp_row * tile.warp_m, lane % 16, lane // 16),
             b=fragment_address(
@@ -236,7 +226,9 @@ class GemmSm120:
             self.load_fragments(source, frag_a, frag_b, 0, stage)
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 more = k_tile + 1 < work.k_tiles
-                stage, phase = self.multiply_k_tile(source, frag_a, frag_b, acc, ring, stage, phase, more)
+                stage, phase = self.multiply_k_tile(
+                    source, frag_a, frag_b, acc, ring, stage, phase, more
+                )
             # Keeps the epilogue's loads out of the last k-tile, where every register is taken.
             cute.arch.sync_warp()
             row = tile_row * tile.m + warp_row * tile.warp_m
@@ -256,7 +248,9 @@ class GemmSm120:
         phase: Int32,
         more: cutlass.Boolean,
     ):
-        """One stage: its k-blocks in turn, each one's successor loading meanwhile, across stages if ``more``."""
+        """One stage: its k-blocks in turn, each one's successor loading meanwhile, across stages if
+        ``more``.
+        """
         k_blocks = self.tile.k // MMA_K
         next_stage, next_phase = self.advance(stage, phase)
         # One ldmatrix.x4 of B holds two 8-column fragments.
@@ -265,9 +259,9 @@ class GemmSm120:
             if cutlass.const_expr(k_block + 1 < k_blocks):
                 self.load_fragments(source, frag_a, frag_b, k_block + 1, stage)
             else:
-                # Every lane's ldmatrix of this stage must be done before the one lane's arrive hands the stage to
-                # TMA; an mbarrier arrive orders only its own lane. Without the warp sync the next load may
-                # overwrite what a slower lane still reads.
+                # Every lane's ldmatrix of this stage must be done before the one lane's arrive
+                # hands the stage to TMA; an mbarrier arrive orders only its own lane. Without the
+                # warp sync the next load may overwrite what a slower lane still reads.
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(ring.empty + stage)
@@ -311,29 +305,33 @@ class GemmSm120:
         return stage, phase
 
 
-@cute.jit
-def _read_sizes(sizes: cute.Pointer):
-    values = cute.make_tensor(sizes, cute.make_layout(len(SIZES)))
-    return [values[i] for i in range(len(SIZES))]
-
-
-@cute.jit
-def _operand(pointer: cute.Pointer, rows: Int32, k: Int32, stride: Int64) -> cute.Tensor:
-    """A K-major operand whose row stride is a multiple of 16 bytes, as TMA demands."""
-    return cute.make_tensor(pointer, cute.make_layout((rows, k), stride=(cute.assume(stride, divby=16), 1)))
-
-
 def fake_arguments(config: GemmConfig) -> list[object]:
-    """What ``cute.compile`` is shown in place of the arguments of ``GemmSm120.__call__``: types, alignments."""
+    """What ``cute.compile`` is shown in place of the arguments of ``GemmSm120.__call__``.
+
+    The compiled function checks its tensors against these: dtypes, ranks, sizes that must agree,
+    16-byte row strides and addresses, one device. M, N, K and every stride are run-time values; a
+    stride of 0 broadcasts.
+    """
     epilogue = config.epilogue
-    pointers = (
-        (Float8E4M3FN, 16),  # xq
-        (Float8E4M3FN, 16),  # wq
-        (DTYPES[epilogue.out], 16),
-        (Float32, 4),  # sx
-        (Float32, 4),  # sw
-        (DTYPES[epilogue.bias or "float32"], DTYPES[epilogue.bias or "float32"].width // 8),
-        (DTYPES[epilogue.residual or "float32"], 16),
-    )
-    fakes: list[object] = [nullptr(dtype, cute.AddressSpace.gmem, align) for dtype, align in pointers]
-    return [*fakes, nullptr(Int64, cute.AddressSpace.generic, 8), make_fake_stream()]
+    m = cute.sym_int()
+    n, k = cute.sym_int(divisibility=N_MULTIPLE), cute.sym_int(divisibility=K_MULTIPLE)
+
+    def matrix(dtype: type[cutlass.Numeric], rows: object, columns: object) -> object:
+        row_stride = cute.sym_int64(divisibility=128 // dtype.width)
+        return make_fake_tensor(dtype, (rows, columns), (row_stride, 1), assumed_align=16)
+
+    def vector(dtype: type[cutlass.Numeric], count: object, stride: object) -> object:
+        return make_fake_tensor(dtype, (count,), (stride,), assumed_align=dtype.width // 8)
+
+    bias, residual = epilogue.bias, epilogue.residual
+    return [
+        matrix(Float8E4M3FN, m, k),  # xq
+        vector(Float32, m, cute.sym_int64()),  # sx
+        matrix(Float8E4M3FN, n, k),  # wq
+        vector(Float32, n, cute.sym_int64()),  # sw
+        vector(DTYPES[bias], n, 1) if bias else None,
+        matrix(DTYPES[residual], m, n) if residual else None,
+        matrix(DTYPES[epilogue.out], m, n),  # out
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]

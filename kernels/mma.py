@@ -1,16 +1,17 @@
 """The MMA seam: the one place that knows the tensor-core instruction.
 
-``mma_m16n8k32`` multiplies one 16x32 tile of e4m3 codes of A by one 8x32 tile of B and adds to a 16x8 fp32
-accumulator. Two instructions serve it with the same register contract (PTX ISA, "Matrix multiply-accumulate
-operation using mma instruction", fragments of ``m16n8k32`` with 8-bit types):
+``mma_m16n8k32`` multiplies one 16x32 tile of e4m3 codes of A by one 8x32 tile of B and adds to a
+16x8 fp32 accumulator. Two instructions serve it with the same register contract (PTX ISA, "Matrix
+multiply-accumulate operation using mma instruction", fragments of ``m16n8k32`` with 8-bit types):
 
 ``BLOCK_SCALE``
-    sm_120a, sm_121a. ``mma.sync ... kind::mxf8f6f4.block_scale`` (SASS ``QMMA.SF``), fed *unit* scales: ue8m0
-    byte 127 is 2^0, so the product is the plain e4m3 GEMM. GeForce runs the plain FP8 MMA with fp32
-    accumulation at half rate and this one at full rate; the scales cost one constant register.
+    sm_120a, sm_121a. ``mma.sync ... kind::mxf8f6f4.block_scale`` (SASS ``QMMA.SF``), fed *unit*
+    scales: ue8m0 byte 127 is 2^0, so the product is the plain e4m3 GEMM. GeForce runs the plain FP8
+    MMA with fp32 accumulation at half rate and this one at full rate; the scales cost one constant
+    register.
 ``PLAIN``
-    The *stand-in*: ``mma.sync ... f32.e4m3.e4m3.f32``, available from sm_89 on. It lets every other part of
-    the sm_120 kernel (TMA, barriers, ``ldmatrix``, epilogue) run on a Hopper GPU.
+    The *stand-in*: ``mma.sync ... f32.e4m3.e4m3.f32``, available from sm_89 on. It lets every other
+    part of the sm_120 kernel (TMA, barriers, ``ldmatrix``, epilogue) run on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def mma_m16n8k32(
 
     Args:
         instruction: what to emit; a trace-time constant.
-        a: 16 e4m3 codes per lane in registers: rows ``lane/4`` and ``lane/4 + 8``, K halves 0 and 1, in the
-            order (row, half) = (0,0), (8,0), (0,1), (8,1) of 4 codes each, as one ``ldmatrix.x4`` leaves them.
+        a: 16 e4m3 codes per lane in registers: rows ``lane/4`` and ``lane/4 + 8``, K halves 0 and
+            1, in the order (row, half) = (0,0), (8,0), (0,1), (8,1) of 4 codes each, as one
+            ``ldmatrix.x4`` leaves them.
         b: 8 codes per lane: column ``lane/4``, K halves 0 and 1.
         c: 4 fp32 per lane: rows ``lane/4`` and ``lane/4 + 8``, columns ``2*(lane%4)`` and the next.
     """
@@ -80,7 +82,8 @@ def mma_m16n8k32(
     operands = [words_a[i] for i in range(4)] + [words_b[i] for i in range(2)]
     operands += [c[i] for i in range(4)]
     if instruction is Instruction.BLOCK_SCALE:
-        # scale register, {byte-id, thread-id} of A, then of B: with unit scales any selector reads 2^0.
+        # scale register, {byte-id, thread-id} of A, then of B: with unit scales any selector reads
+        # 2^0.
         operands += [Int32(UNIT_SCALES), Int16(0), Int16(0)] * 2
     f32 = cutlass.Float32.mlir_type
     result = llvm.inline_asm(

@@ -1,4 +1,4 @@
-"""Shared-memory tiles of e4m3 codes: their layout, the TMA copy that fills them, the ``ldmatrix`` that reads them."""
+"""Shared-memory tiles of e4m3 codes: their layout, the TMA that fills them, the reads of them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,79 @@ from .config import MMA_K
 
 
 @cute.jit
-def tma_load_atom(operand: cute.Tensor, rows: cutlass.Constexpr, k: cutlass.Constexpr, stages: cutlass.Constexpr):
+def tma_load_atom(
+    operand: cute.Tensor, rows: cutlass.Constexpr, k: cutlass.Constexpr, stages: cutlass.Constexpr
+):
     """TMA copy of ``rows x k`` tiles of a K-major operand, for a ring of ``stages``.
 
-    A tile row is one swizzle row (64 or 128 bytes): its 16-byte chunks are permuted by the row number, so that the
-    8 rows which one ``ldmatrix`` phase reads lie in 8 different bank groups. Rows and K past the end arrive as zeros.
+    A tile row is one swizzle row (64 or 128 bytes): its 16-byte chunks are permuted by the row
+    number, so that the 8 rows which one ``ldmatrix`` phase reads lie in 8 different bank groups.
+    Rows and K past the end arrive as zeros.
     """
     swizzle = cute.make_swizzle(3 if k == 128 else 2, 4, 3)
     plain = cute.make_layout((rows, k, stages), stride=(k, 1, rows * k))
     layout = cute.make_composed_layout(swizzle, 0, plain)
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), operand, layout, (rows, k))
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), operand, layout, (rows, k)
+    )
 
 
 @cute.jit
 def tma_load(tma, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
-    """Start one tile's copy; ``barrier`` counts its bytes. Called by the whole warp, issued by one lane."""
+    """Start one tile's copy.
+
+    ``barrier`` counts its bytes. Called by the whole warp, issued by one lane.
+    """
     grouped_target = cute.group_modes(target, 0)
     grouped_source = cute.group_modes(source, 0)
-    smem_part, gmem_part = cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), grouped_target, grouped_source)
+    smem_part, gmem_part = cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), grouped_target, grouped_source
+    )
     cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier)
 
 
 def swizzle_bits(row: Int32, k: int) -> Int32:
-    """What the swizzle of ``tma_load_atom`` XORs into the byte offset of any 16-byte chunk in tile row ``row``."""
+    """What the swizzle of ``tma_load_atom`` XORs into the byte offset of any 16-byte chunk in tile
+    row ``row``.
+    """
     return (row % 8) * 16 if k == 128 else (row // 2 % 4) * 16
 
 
 @cute.jit
-def fragment_address(stages: cute.Tensor, k: cutlass.Constexpr, first_row: Int32, row: Int32, half: Int32) -> Int32:
-    """Shared-memory address of the 16 bytes that this lane feeds to ``ldmatrix`` for k-block 0 of stage 0.
+def fragment_address(
+    stages: cute.Tensor, k: cutlass.Constexpr, first_row: Int32, row: Int32, half: Int32
+) -> Int32:
+    """Shared-memory address of the 16 bytes that this lane feeds to ``ldmatrix`` for k-block 0 of
+    stage 0.
 
-    The swizzle depends on the row modulo 8 alone, so it is worked out once: a later k-block is an XOR of
-    ``32 * k_block``, a later stage or a later 16 rows an addition of a multiple of the swizzle's period.
+    The swizzle depends on the row modulo 8 alone, so it is worked out once: a later k-block is an
+    XOR of ``32 * k_block``, a later stage or a later 16 rows an addition of a multiple of the
+    swizzle's period.
 
     Args:
         stages: the ring of one operand, ``(rows, k, stages)``.
-        first_row: of this warp's part of the tile, a multiple of 16; row: 0 to 15 within the fragment.
+        first_row: of this warp's part of the tile, a multiple of 16; row: 0 to 15 within the
+            fragment.
         half: which 16 bytes of the 32-byte k-block.
     """
     return stages.iterator.toint() + (first_row + row) * k + (half * 16 ^ swizzle_bits(row, k))
 
 
 @cute.jit
-def load_fragments(fragments: cute.Tensor, address: Int32, k_block: cutlass.Constexpr, k: cutlass.Constexpr):
+def load_fragments(
+    fragments: cute.Tensor, address: Int32, k_block: cutlass.Constexpr, k: cutlass.Constexpr
+):
     """``ldmatrix.x4`` per 16 rows: the 16x32-byte fragment of A, or two 8x32-byte fragments of B.
 
     Args:
         fragments: registers, ``(16, rows / 16)`` e4m3 codes.
         address: ``fragment_address`` of this lane plus the stage's offset.
     """
-    source = cute.make_ptr(Float8E4M3FN, address ^ (MMA_K * k_block), cute.AddressSpace.smem, assumed_align=16)
+    source = cute.make_ptr(
+        Float8E4M3FN, address ^ (MMA_K * k_block), cute.AddressSpace.smem, assumed_align=16
+    )
     rows = cutlass.const_expr(cute.size(fragments, mode=[1]))
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), Float8E4M3FN)
-    cute.copy(atom, cute.make_tensor(source, cute.make_layout((16, rows), stride=(1, 16 * k))), fragments)
+    cute.copy(
+        atom, cute.make_tensor(source, cute.make_layout((16, rows), stride=(1, 16 * k))), fragments
+    )

@@ -1,0 +1,219 @@
+"""One GEMM problem with data and its exact answer: the set-up that tests and sweeps share.
+
+The answer is computed in float64 from the very codes and scales, and comes with the error that the
+numerics contract allows per element. Outputs are made inside poisoned buffers, so that an element
+which is not written, or one outside which is, cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
+from cute_fp8.testing import accumulation_bound, inputs
+
+#: Unit roundoff of an output dtype, and the spacing of its denormals.
+_ROUNDOFF = {
+    torch.bfloat16: (2.0**-8, 2.0**-133),
+    torch.float16: (2.0**-11, 2.0**-24),
+    torch.float32: (2.0**-24, 2.0**-149),
+}
+#: No activation is steeper than gelu, whose slope reaches 1.13.
+_STEEPEST = 1.13
+#: fp32 operations of the epilogue, each with half an ulp; exp, erf and tanh have a few.
+_EPILOGUE_ROUNDINGS = 16
+#: Rows and columns of guard around a guarded output.
+_GUARD_ROWS, _GUARD_COLUMNS = 2, 16
+
+
+@dataclass(frozen=True)
+class GemmCase:
+    """Operands of one call of ``gemm``, per token x per channel."""
+
+    xq: Tensor
+    sx: Tensor
+    wq: Tensor
+    sw: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def m(self) -> int:
+        """Tokens."""
+        return self.xq.shape[0]
+
+    @property
+    def n(self) -> int:
+        """Output channels."""
+        return self.wq.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Length of the sums."""
+        return self.xq.shape[1]
+
+    def run(self, out: Tensor | None = None) -> Tensor:
+        """``gemm`` of this case."""
+        from cute_fp8.api import gemm
+
+        y = gemm(
+            self.xq,
+            self.sx,
+            self.wq,
+            self.sw,
+            self.bias,
+            residual=self.residual,
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            out=out,
+            **self.options,
+        )
+        assert isinstance(y, Tensor)
+        return y
+
+    def run_guarded(self) -> Tensor:
+        """``run`` into the middle of a buffer of NaN.
+
+        Raises:
+            AssertionError: something outside the output was written.
+        """
+        rows, columns = self.m + 2 * _GUARD_ROWS, self.n + 2 * _GUARD_COLUMNS
+        buffer = torch.full(
+            (rows, columns), float("nan"), dtype=self.out_dtype, device=self.xq.device
+        )
+        inside = (
+            slice(_GUARD_ROWS, _GUARD_ROWS + self.m),
+            slice(_GUARD_COLUMNS, _GUARD_COLUMNS + self.n),
+        )
+        y = self.run(out=buffer[inside]).clone()
+        buffer[inside] = float("nan")
+        written = int((~buffer.isnan()).sum())
+        assert written == 0, f"{written} elements outside the output were written"
+        return y
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The float64 result ``[M, N]`` and the allowed absolute error per element, for kernels."""
+        a, b = self.xq.double(), self.wq.double()
+        acc, sum_of_abs = a @ b.t(), a.abs() @ b.abs().t()
+        scale = self.sx.double().view(-1, 1) * self.sw.double().view(1, -1)
+        scaled = acc * scale
+        error = accumulation_bound(self.k, sum_of_abs, "sm_120") * scale.abs()
+        magnitude = scaled.abs()
+        if self.bias is not None:
+            scaled = scaled + self.bias.double()
+            magnitude = magnitude + self.bias.double().abs()
+        y = activate64(self.activation, scaled)
+        if self.residual is not None:
+            y = y + self.residual.double()
+            magnitude = magnitude + self.residual.double().abs()
+        roundoff, denormal = _ROUNDOFF[self.out_dtype]
+        error = error * _STEEPEST + magnitude * (_EPILOGUE_ROUNDINGS * 2.0**-24)
+        return y, error + (y.abs() + error) * roundoff + denormal
+
+    def check(self, y: Tensor) -> None:
+        """Compare a result with the exact one.
+
+        Raises:
+            AssertionError: a wrong dtype or shape, an element past its allowed error, or a NaN
+                where the exact result has none (or the reverse).
+        """
+        assert y.dtype is self.out_dtype and y.shape == (self.m, self.n), (y.dtype, y.shape)
+        exact, allowed = self.exact()
+        nan = exact.isnan()
+        assert torch.equal(y.isnan(), nan), "NaN in the wrong rows"
+        excess = ((y.double() - exact).abs() - allowed).masked_fill(nan, -1.0)
+        # Where the exact result overflows the output's dtype, so must the result.
+        overflow = exact.to(self.out_dtype).isinf()
+        assert torch.equal(y.isinf(), overflow), "Inf in the wrong places"
+        worst = excess.masked_fill(overflow, -1.0).max() if excess.numel() else torch.tensor(-1.0)
+        assert worst.item() <= 0, f"error exceeds the bound by {worst.item():.3g}"
+
+
+def activate64(name: str | None, x: Tensor) -> Tensor:
+    """The activations in float64, written independently of the package's."""
+    if name is None:
+        return x
+    if name == "relu":
+        return torch.where(x < 0, torch.zeros_like(x), x)
+    if name == "silu":
+        return x * torch.sigmoid(x)
+    if name == "gelu":
+        return x * 0.5 * torch.erfc(-x * 0.5**0.5)
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def gemm_case(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    kind: str = "gaussian",
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    activation: str | None = None,
+) -> GemmCase:
+    """A case with activations of the named kind and Gaussian weights, quantised.
+
+    Args:
+        m, n, k: sizes.
+        kind: as in :func:`cute_fp8.testing.inputs`.
+        out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype.
+    """
+    x = inputs(kind, m, k, seed=seed, dtype=torch.float32, device=device)
+    w = inputs("gaussian", n, k, seed=seed + 1, dtype=torch.float32, device=device)
+    xq, sx = quantize_fp8_activations(x)
+    wq, sw = quantize_fp8(w / k**0.5)
+    case = GemmCase(xq, sx, wq, sw, activation=activation, out_dtype=out_dtype)
+    return _with_extras(case, bias, residual, seed)
+
+
+def exact_case(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    out_dtype: torch.dtype = torch.float32,
+    bias: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+) -> GemmCase:
+    """A case that fp32 computes without rounding, so that a result must be right to the last bit.
+
+    Codes are integers of at most 4, scales are powers of two, distinct between neighbouring rows
+    and columns: a swapped or shifted scale cannot pass. Bias and residual are small integers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    xq = _integers((m, k), 4, generator).to(torch.float8_e4m3fn).to(device)
+    wq = _integers((n, k), 4, generator).to(torch.float8_e4m3fn).to(device)
+    sx = torch.exp2(torch.arange(m) % 5 - 2.0).to(device)
+    sw = torch.exp2(torch.arange(n) % 7 - 3.0).to(device)
+    return _with_extras(GemmCase(xq, sx, wq, sw, out_dtype=out_dtype), bias, residual, seed)
+
+
+def _with_extras(
+    case: GemmCase, bias: torch.dtype | None, residual: torch.dtype | None, seed: int
+) -> GemmCase:
+    generator = torch.Generator().manual_seed(seed + 2)
+    device = case.xq.device
+    if bias is not None:
+        case = replace(case, bias=_integers((case.n,), 8, generator).to(bias).to(device))
+    if residual is not None:
+        values = _integers((case.m, case.n), 8, generator)
+        case = replace(case, residual=values.to(residual).to(device))
+    return case
+
+
+def _integers(shape: tuple[int, ...], limit: int, generator: Generator) -> Tensor:
+    return torch.randint(-limit, limit + 1, shape, generator=generator).float()

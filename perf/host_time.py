@@ -1,0 +1,104 @@
+"""Host time of an eager GEMM call: ours, the bare compiled kernel, row-wise ``torch._scaled_mm``.
+
+    python -m perf.host_time [FILE]
+
+The GPU work is small, and the queue is drained between batches, so that what is timed is the CPU's
+part of a call. Prints microseconds per call, the best of many batches; FILE gets them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import cute_fp8
+from cute_fp8 import settings
+from cute_fp8.cute_backend import Launch
+from cute_fp8.dispatch import select
+from cute_fp8.gemm_case import GemmCase, gemm_case
+from cute_fp8.problem import check_gemm
+
+BATCHES, CALLS = 30, 200
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Microseconds of host time per call: the best batch's mean."""
+    for _ in range(CALLS):
+        call()
+    best = float("inf")
+    for _ in range(BATCHES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        best = min(best, (time.perf_counter() - start) / CALLS)
+    torch.cuda.synchronize()
+    return best * 1e6
+
+
+def bare_call(case: GemmCase, out: torch.Tensor) -> Callable[[], object]:
+    """The compiled kernel's own call, all arguments ready."""
+    problem = check_gemm(case.xq, case.sx, case.wq, case.sw, out=out)
+    launch = Launch(problem, select(problem, settings.current()))
+    kernel, xq, sx, wq, sw = launch.kernel, case.xq, case.sx, case.wq, case.sw
+    ctas = launch.ctas
+    return lambda: kernel(xq, sx, wq, sw, None, None, out, ctas)
+
+
+def measure(backend: str) -> dict[str, float]:
+    """All host times, for 16 x 4096 x 4096, by name."""
+    case = gemm_case(16, 4096, 4096)
+    xq, sx, wq, sw = case.xq, case.sx, case.wq, case.sw
+    out = torch.empty((16, 4096), dtype=torch.bfloat16, device="cuda")
+    sx_column, sw_row, wq_t = sx.view(-1, 1), sw.view(1, -1), wq.t()
+    xq_3d = xq.view(2, 8, 4096)
+    bias = torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
+    with cute_fp8.use(backend=backend), torch.no_grad():
+        return {
+            "bare_kernel": host_us(bare_call(case, out)),
+            "cute_fp8": host_us(lambda: cute_fp8.gemm(xq, sx, wq, sw)),
+            "cute_fp8_out": host_us(lambda: cute_fp8.gemm(xq, sx, wq, sw, out=out)),
+            "cute_fp8_bias": host_us(lambda: cute_fp8.gemm(xq, sx, wq, sw, bias)),
+            "cute_fp8_3d": host_us(lambda: cute_fp8.gemm(xq_3d, sx, wq, sw)),
+            "torch_rowwise": host_us(
+                lambda: torch._scaled_mm(
+                    xq, wq_t, scale_a=sx_column, scale_b=sw_row, out_dtype=torch.bfloat16
+                )
+            ),
+            "torch_rowwise_views": host_us(
+                lambda: torch._scaled_mm(
+                    xq,
+                    wq.t(),
+                    scale_a=sx.view(-1, 1),
+                    scale_b=sw.view(1, -1),
+                    out_dtype=torch.bfloat16,
+                )
+            ),
+            "torch_empty": host_us(
+                lambda: torch.empty((16, 4096), dtype=torch.bfloat16, device=xq.device)
+            ),
+        }
+
+
+def main() -> int:
+    backend = "cute" if torch.cuda.get_device_capability()[0] == 12 else "stand-in"
+    times = measure(backend)
+    for name, us in times.items():
+        print(f"{name:16} {us:7.2f} us")
+    extra, share = (
+        times["cute_fp8"] - times["bare_kernel"],
+        times["cute_fp8"] / times["torch_rowwise"],
+    )
+    print(f"cute_fp8 is the bare call + {extra:.2f} us, and {share:.2f} of row-wise _scaled_mm")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(times, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

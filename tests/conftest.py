@@ -1,0 +1,34 @@
+"""Markers for GPUs: the same tests run natively on an owner's sm_120 and through the stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_fp8
+
+#: How a test of the sm_120 kernel reaches it: natively, or its body on a Hopper GPU.
+BACKENDS = (
+    pytest.param("cute", marks=pytest.mark.needs_cc(12)),
+    pytest.param("stand-in", marks=pytest.mark.needs_cc(9)),
+)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what the machine cannot run, and say why."""
+    if any(item.iter_markers("gpu")) and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, there is none")
+    for marker in item.iter_markers("needs_cc"):
+        major = marker.args[0]
+        if not torch.cuda.is_available():
+            pytest.skip(f"needs a GPU of compute capability {major}.x, there is no CUDA GPU")
+        have = torch.cuda.get_device_capability()
+        if have[0] != major:
+            pytest.skip(f"needs compute capability {major}.x, this GPU has {have[0]}.{have[1]}")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    """Every test that takes this runs the sm_120 kernel, or is skipped."""
+    with cute_fp8.use(backend=request.param):
+        yield request.param

@@ -15,6 +15,7 @@ _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def gemm(
@@ -71,28 +72,30 @@ def gemm(
         and not _is_compiling()
         and not _dispatch_modes()
         and not _function_modes()
+        and not _transforms()
+        # Not 0, 1 or NumPy's, which look up the plans of False and True.
+        and type(fast_accum) is bool
     ):
-        if out is None:
-            try:
-                launch = launchers[
-                    # `plan.short_key`, written out: a call would cost a tenth of the whole.
-                    xq.shape,
-                    sx.shape,
-                    wq.shape,
-                    sw.shape,
-                    xq.get_device(),
-                    bias if bias is None else bias.dtype,
-                    residual if residual is None else residual.dtype,
-                    activation,
-                    out_dtype,
-                    fast_accum,
-                    current_settings(),
-                ]
-                if _grad_enabled():
-                    check_grad((xq, sx, wq, sw, bias, residual))
-                return launch(xq, sx, wq, sw, bias, residual)
-            except Exception:
-                pass  # unseen, or refused before anything ran: the long way takes it or says why
+        try:
+            launch = launchers[
+                # `plan.short_key`, written out: a call would cost a tenth of the whole.
+                xq.shape,
+                sx.shape,
+                wq.shape,
+                sw.shape,
+                xq.get_device(),
+                bias if bias is None else bias.dtype,
+                residual if residual is None else residual.dtype,
+                activation,
+                out_dtype,
+                fast_accum,
+                current_settings(),
+            ]
+            if _grad_enabled():
+                check_grad((xq, sx, wq, sw, bias, residual, out))
+            return launch(xq, sx, wq, sw, bias, residual, out)
+        except Exception:
+            pass  # unseen, or refused before anything ran: the long way takes it or says why
         return run_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
     return _call_op(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
 
@@ -109,11 +112,15 @@ def _call_op(
     out: Tensor | None,
     fast_accum: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Through ``torch.library``, for tracing, subclasses and modes."""
+    """Through ``torch.library``, for tracing, subclasses, modes and ``torch.func``."""
     from cute_fp8 import ops
 
-    if not torch.compiler.is_compiling():
-        # Under a trace the ops' fake kernels check, on symbolic sizes.
+    if torch.compiler.is_compiling():
+        # The ops' fake kernels check, on symbolic sizes, all but what the ops do not see.
+        check_grad((xq, sx, wq, sw, bias, residual, out))
+        if out is not None and out.dtype is not out_dtype:
+            raise TypeError(f"out: got {out.dtype}, must be {out_dtype}")
+    else:
         check_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
     operands = (
         ops.as_bytes(xq),

@@ -12,10 +12,12 @@ from torch import Tensor
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
 from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, EpilogueConfig, GemmConfig
-from cute_fp8.problem import GemmProblem
+from cute_fp8.problem import GemmProblem, check_overlap
 
-#: ``f(xq, sx, wq, sw, bias, residual) -> y``
-Launcher = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+#: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
+Launcher = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor
+]
 
 
 def config_of(problem: GemmProblem, route: Route) -> GemmConfig:
@@ -45,7 +47,7 @@ class Launch:
         self.problem = problem
 
     def launcher(self) -> Launcher:
-        """A function that launches on the current stream into a new output.
+        """A function that launches on the current stream.
 
         It raises, before anything runs, where an argument is not what the kernel takes.
         """
@@ -71,16 +73,23 @@ class Launch:
             sw: Tensor,
             bias: Tensor | None,
             residual: Tensor | None,
+            out: Tensor | None,
         ) -> Tensor:
-            out = empty_like(template)
+            if out is None:
+                out = empty_like(template)
+            else:
+                check_overlap(out, (xq, sx, wq, sw, bias, residual))
+                if not out.is_contiguous():
+                    raise ValueError("rows of out may overlap: for the full check to say")
             kernel(xq, sx, wq, sw, bias, residual, out, ctas)
             return out
 
         return launch
 
     def _reshaping(self, launch: Launcher) -> Launcher:
-        """Any accepted shapes, seen as matrices and vectors."""
+        """Any accepted shapes, seen as matrices and vectors; every view costs about 1 us."""
         p = self.problem
+        batched = len(p.batch) != 1
 
         def reshaped(
             xq: Tensor,
@@ -89,16 +98,18 @@ class Launch:
             sw: Tensor,
             bias: Tensor | None,
             residual: Tensor | None,
+            out: Tensor | None,
         ) -> Tensor:
-            y = launch(
-                xq.view(p.m, p.k),
-                sx.view(-1).expand(p.m),
-                wq,
-                sw.view(-1).expand(p.n),
-                bias,
-                None if residual is None else residual.view(p.m, p.n),
-            )
-            return y.view(p.out_shape)
+            if not p.sx_is_vector:
+                sx = sx.view(-1).expand(p.m)
+            if not p.sw_is_vector:
+                sw = sw.view(-1).expand(p.n)
+            if not batched:
+                return launch(xq, sx, wq, sw, bias, residual, out)
+            rows = None if residual is None else residual.view(p.m, p.n)
+            into = None if out is None else out.view(p.m, p.n)
+            y = launch(xq.view(p.m, p.k), sx, wq, sw, bias, rows, into)
+            return y.view(p.out_shape) if out is None else out
 
         return reshaped
 
@@ -126,8 +137,8 @@ class Launch:
     ) -> Tensor:
         """Launch with the strides of a checked problem, whatever torch calls them.
 
-        The slow way, for what a launcher does not take: an ``out``, rows of a single token at an
-        odd stride, or batch dimensions that no ``view`` can join.
+        The slow way, for what a launcher does not take: an ``out`` with gaps between its rows, a
+        single token at an odd stride, batch dimensions that no ``view`` can join.
         """
         p = self.problem
         y = torch.empty(p.out_shape, dtype=p.out_dtype, device=p.device) if out is None else out

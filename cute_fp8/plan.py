@@ -111,7 +111,7 @@ def _checked_plan(
         traits = tuple(None if t is None else _traits(t) for t in tensors)
         key = (traits, activation, out_dtype, fast_accum, settings.current())
         plan = _plans.get(key)
-    except (AttributeError, TypeError):
+    except (AttributeError, RuntimeError, TypeError):
         plan = None
     if plan is None or any(
         t is not None and t.data_ptr() % ALIGNMENT for t in (xq, wq, residual, out)

@@ -22,6 +22,7 @@ from cute_fp8.scales import blocked_numel
 ALIGNMENT = 16
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_INPUTS = ("xq", "sx", "wq", "sw", "bias", "residual")
 
 
 @dataclass(frozen=True)
@@ -126,21 +127,23 @@ def check_gemm(
 
 def check_grad(tensors: Iterable[Tensor | None]) -> None:
     """Raise ``RuntimeError`` if any tensor requires grad while grad mode is on: inference only."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise RuntimeError(
-            "gemm: got an input that requires grad in grad mode, must be inference: "
-            "call it under torch.no_grad()"
-        )
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in zip((*_INPUTS, "out"), tensors, strict=False):
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name}: got a tensor that requires grad, must be called under torch.no_grad() "
+                "(inference only)"
+            )
 
 
 def check_overlap(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
     """Raise ``ValueError`` if ``out`` shares memory with an input."""
     if not _has_storage(out):
         return
-    names = ("xq", "sx", "wq", "sw", "bias", "residual")
     first, last = _extent(out)
-    for name, tensor in zip(names, inputs, strict=True):
-        if tensor is None or tensor.device != out.device:
+    for name, tensor in zip(_INPUTS, inputs, strict=True):
+        if tensor is None:
             continue
         begin, end = _extent(tensor)
         if begin < last and first < end:
@@ -279,28 +282,27 @@ def _check_scales(
     if variant == "mxfp8":
         cols = k // MX_BLOCK
         return {
-            "sx_blocked": _check_mx_scale("sx", sx, m, cols, ((m, cols), (*batch, cols))),
+            # 1-D is blocked, also for a 1-D xq.
+            "sx_blocked": _check_mx_scale("sx", sx, m, cols, ((m, cols), (*(batch or (m,)), cols))),
             "sw_blocked": _check_mx_scale("sw", sw, n, cols, ((n, cols),)),
         }
     return {
-        "sx_stride": _check_fp32_scale("sx", sx, m, ((m,), (m, 1), batch, (*batch, 1))),
-        "sw_stride": _check_fp32_scale("sw", sw, n, ((n,), (n, 1), (1, n))),
+        "sx_stride": _check_fp32_scale("sx", sx, ((m,), (m, 1), batch, (*batch, 1))),
+        "sw_stride": _check_fp32_scale("sw", sw, ((n,), (n, 1), (1, n))),
         "sx_is_vector": tuple(sx.shape) == (m,),
         "sw_is_vector": tuple(sw.shape) == (n,),
     }
 
 
-def _check_fp32_scale(
-    name: str, scale: Tensor, count: int, shapes: Sequence[tuple[int, ...]]
-) -> int:
+def _check_fp32_scale(name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]]) -> int:
     if scale.numel() == 1:
         return 0
     if tuple(scale.shape) not in shapes:
         wanted = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, must be {wanted} or one element")
-    return _flat_stride(
-        name, scale, scale.shape, scale.stride(), f"one stride between its {count} values"
-    )
+    # Without their count: a symbolic size written into a string is fixed to one value.
+    wanted = "one stride between its values"
+    return _flat_stride(name, scale, scale.shape, scale.stride(), wanted)
 
 
 def _check_mx_scale(
@@ -359,8 +361,8 @@ def _flat_stride(
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether addresses mean anything: not on the meta device, nor under tracing."""
-    if torch.compiler.is_compiling():
+    """Whether addresses mean anything: not on the meta device, under tracing or a transform."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
 
@@ -368,6 +370,8 @@ def _has_storage(tensor: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """First and one-past-last byte address that ``tensor`` touches."""
     first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
     if tensor.numel() == 0:
         return first, first
     last = sum(

@@ -17,7 +17,7 @@ from pathlib import Path
 #: What the compiler pads sm_120 code with between dependent instructions; it computes nothing.
 FILLER = "UIADD3 URZ, UPT, UPT, URZ, URZ, URZ"
 #: Tensor-core instructions of any generation.
-_MMA = re.compile(r"\b(Q?[HIDB]?(?:G?MMA|MMA)\.[A-Z0-9_.]+|QMMA[A-Z0-9_.]*|UTC\w*MMA[A-Z0-9_.]*)")
+_MMA = re.compile(r"\b((?:UTC[A-Z]?|[A-Z]G?)MMA(?:\.\w+)*)")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")

@@ -9,6 +9,7 @@ part of a call. Prints microseconds per call, the best of many batches; FILE get
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -85,16 +86,31 @@ def measure(backend: str) -> dict[str, float]:
         }
 
 
-def main() -> int:
-    backend = "cute" if torch.cuda.get_device_capability()[0] == 12 else "stand-in"
-    times = measure(backend)
+def report(times: dict[str, float]) -> None:
+    """Print them, and what they come to."""
     for name, us in times.items():
-        print(f"{name:16} {us:7.2f} us")
-    extra, share = (
-        times["cute_fp8"] - times["bare_kernel"],
-        times["cute_fp8"] / times["torch_rowwise"],
-    )
+        print(f"{name:20} {us:7.2f} us")
+    extra = times["cute_fp8"] - times["bare_kernel"]
+    share = times["cute_fp8"] / times["torch_rowwise"]
     print(f"cute_fp8 is the bare call + {extra:.2f} us, and {share:.2f} of row-wise _scaled_mm")
+
+
+def backend_here() -> str:
+    """The backend that reaches the sm_120 kernel on this GPU."""
+    return "cute" if torch.cuda.get_device_capability()[0] == 12 else "stand-in"
+
+
+def driver() -> str:
+    """The NVIDIA driver's version."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+
+def main() -> int:
+    """Measure and print."""
+    times = measure(backend_here())
+    report(times)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(times, indent=2) + "\n")
     return 0

@@ -1,6 +1,9 @@
-"""A small workload for compute-sanitizer: every tile, tails in M, N and K, a second tile per CTA.
+r"""A small workload for compute-sanitizer: every tile, tails in M, N and K, a second tile per CTA.
 
-    compute-sanitizer --tool memcheck|racecheck|synccheck --error-exitcode 9 python tests/sanitize.py
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        python tests/sanitize.py
+
+and the same with ``--tool racecheck`` and ``--tool synccheck``.
 
 Prints one line per call and exits 0 if all results are right; the sanitizer adds its findings.
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cute_fp8.plan import launchers, run_gemm
-from cute_fp8.problem import E4M3, check_gemm, check_grad
+from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
 
 _PLAIN = frozenset({Tensor, Parameter})
@@ -48,7 +48,8 @@ def gemm(
         residual: of y's shape, in ``out_dtype`` or fp32 (in bf16 or fp32 for MXFP8 output).
         activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
         out_dtype: bf16, fp16 or fp32; with MXFP8 inputs also ``float8_e4m3fn``.
-        out: written and returned, if given; must not overlap an input.
+        out: written and returned, if given. Its addresses, first to last, must not meet those of
+            an input.
         fast_accum: on Hopper, skip promoting partial sums to fp32 (as in torch).
 
     Returns:
@@ -56,10 +57,8 @@ def gemm(
         scales), equal to ``quantize_mxfp8`` of the bf16 result.
 
     Raises:
-        TypeError, ValueError: an argument that breaks a rule above, named, before anything is
-            launched.
-        RuntimeError: an input requires grad in grad mode; or the pinned backend cannot serve the
-            call.
+        TypeError, ValueError: an argument breaks a rule above; raised before any launch.
+        RuntimeError: an input requires grad in grad mode, or the pinned backend cannot serve.
     """
     if (
         type(xq) in _PLAIN
@@ -83,6 +82,7 @@ def gemm(
                 sx.shape,
                 wq.shape,
                 sw.shape,
+                sx.dtype,
                 xq.get_device(),
                 bias if bias is None else bias.dtype,
                 residual if residual is None else residual.dtype,
@@ -94,48 +94,30 @@ def gemm(
             if _grad_enabled():
                 check_grad((xq, sx, wq, sw, bias, residual, out))
             return launch(xq, sx, wq, sw, bias, residual, out)
-        except Exception:
+        except (KeyError, TypeError, ValueError):
             pass  # unseen, or refused before anything ran: the long way takes it or says why
-        return run_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
-    return _call_op(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
+        operands = Operands(xq, sx, wq, sw, bias, residual, out)
+        return run_gemm(operands, activation, out_dtype, fast_accum)
+    operands = Operands(xq, sx, wq, sw, bias, residual, out)
+    return _call_op(operands, activation, out_dtype, fast_accum)
 
 
 def _call_op(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-    fast_accum: bool,
+    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Through ``torch.library``, for tracing, subclasses, modes and ``torch.func``."""
+    """Through ``torch.library``, for tracing, subclasses and modes."""
     from cute_fp8 import ops
 
-    if torch.compiler.is_compiling():
-        # The ops' fake kernels check, on symbolic sizes, all but what the ops do not see.
-        check_grad((xq, sx, wq, sw, bias, residual, out))
-        if out is not None and out.dtype is not out_dtype:
-            raise TypeError(f"out: got {out.dtype}, must be {out_dtype}")
-    else:
-        check_gemm(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
-    operands = (
-        ops.as_bytes(xq),
-        ops.as_bytes(sx),
-        ops.as_bytes(wq),
-        ops.as_bytes(sw),
-        bias,
-        residual,
-        activation,
-    )
-    if out is not None:
-        torch.ops.cute_fp8.gemm_out(*operands, fast_accum, out)
-        return out
+    if not _is_compiling():
+        # Under a trace the ops' fake kernels check, on symbolic sizes.
+        check_gemm(operands, activation, out_dtype, fast_accum)
+    xq, sx, wq, sw = map(ops.as_bytes, operands[:4])
+    arguments = (xq, sx, wq, sw, operands.bias, operands.residual, activation)
+    if operands.out is not None:
+        torch.ops.cute_fp8.gemm_out(*arguments, fast_accum, operands.out)
+        return operands.out
     if out_dtype is E4M3:
-        codes, scales = torch.ops.cute_fp8.gemm_quantized(*operands)
+        codes, scales = torch.ops.cute_fp8.gemm_quantized(*arguments)
         return codes.view(E4M3), scales.view(torch.float8_e8m0fnu)
-    y: Tensor = torch.ops.cute_fp8.gemm(*operands, out_dtype, fast_accum)
+    y: Tensor = torch.ops.cute_fp8.gemm(*arguments, out_dtype, fast_accum)
     return y

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import OUT_DTYPES, TILES, EpilogueConfig, GemmConfig
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
@@ -24,8 +25,11 @@ Kernel = Callable[..., None]
 _kernels: dict[tuple[GemmConfig, str], Kernel] = {}
 #: What the DSL returned: it owns the loaded code.
 _owners: list[object] = []
-#: One at a time: the DSL's tracer keeps global state.
+#: Where a kernel's code has been loaded, or is about to be: (configuration, target, device index).
+_loaded: set[tuple[GemmConfig, str, int]] = set()
 _lock = threading.Lock()
+#: The DSL's tracer keeps global state: one compilation at a time.
+_tracer = threading.Lock()
 
 #: The epilogues that ``compile`` builds; any other combination is compiled at its first call.
 EPILOGUES = (
@@ -55,29 +59,38 @@ def shipped_configs(ops: str | None = None) -> list[GemmConfig]:
     return chosen
 
 
-def get(config: GemmConfig, target: str) -> Kernel:
+def get(config: GemmConfig, target: str, device: torch.device | None = None) -> Kernel:
     """The compiled kernel, built now if it is not there yet.
+
+    Args:
+        device: where it is about to be launched, if anywhere.
 
     Raises:
         RuntimeError: first use inside a CUDA graph capture, a missing DSL, or a target that it
             refuses.
     """
+    if device is not None and (config, target, device.index) not in _loaded:
+        # The driver loads code at its first launch on a device, which a capture forbids.
+        _refuse_capture(config)
+        _loaded.add((config, target, device.index))
     kernel = _kernels.get((config, target))
-    if kernel is not None:
-        return kernel
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get((config, target))
+            if kernel is None:
+                compiled = build(config, target)
+                _owners.append(compiled)
+                # The bare function under the DSL's wrappers, which cost more than the call itself.
+                kernel = _kernels[config, target] = compiled.__tvm_ffi_object__()
+    return kernel
+
+
+def _refuse_capture(config: GemmConfig) -> None:
+    if is_capturing():
         raise RuntimeError(
             f"gemm: got a first use of {config.name} inside a CUDA graph capture, "
             "must be compiled before: call it once, or cute_fp8.compile(device), outside"
         )
-    with _lock:
-        kernel = _kernels.get((config, target))
-        if kernel is None:
-            compiled = build(config, target)
-            _owners.append(compiled)
-            # The bare function under the DSL's wrappers, which take longer than the call itself.
-            kernel = _kernels[config, target] = compiled.__tvm_ffi_object__()
-    return kernel
 
 
 def build(config: GemmConfig, target: str, options: str = "") -> Any:
@@ -87,7 +100,7 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
         options: further compile options of the DSL, e.g. to keep the cubin.
 
     Raises:
-        RuntimeError: the DSL is missing or refuses the target.
+        RuntimeError: the DSL is missing or fails.
     """
     check_target(target)
     cute = _import_dsl()
@@ -97,11 +110,13 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
     kernel = GemmSm120(config, Instruction.of(target))
     flags = f"--enable-tvm-ffi --gpu-arch {target} {options}".strip()
     try:
-        return cute.compile(kernel, *fake_arguments(config), options=flags)
+        with _tracer:
+            return cute.compile(kernel, *fake_arguments(config), options=flags)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RuntimeError(
-            f"arch: got {target!r}, must be one that the CuTe DSL compiles for ({reason})"
+            f"compile: got {config.name} for {target}, must be a kernel and a target that the "
+            f"CuTe DSL compiles ({reason})"
         ) from error
 
 
@@ -145,17 +160,21 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     report = CompileReport()
     for config in shipped_configs(ops):
         start = time.perf_counter()
-        kernel = get(config, target)
+        kernel = get(config, target, device)
         if device is not None:
-            cute_backend.load(kernel, config, device)
+            cute_backend.launch_once(kernel, config, device)
         report.append((config.name, target, time.perf_counter() - start))
     return report
 
 
 def _as_device(arch: str | torch.device) -> torch.device | None:
-    if isinstance(arch, torch.device):
-        return arch
-    return torch.device(arch) if arch.startswith("cuda") else None
+    if isinstance(arch, str) and not arch.startswith("cuda"):
+        return None
+    device = torch.device(arch)
+    index: int | None = device.index  # torch's stubs forget that it may be absent
+    if device.type == "cuda" and index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _target_of_device(device: torch.device) -> str:
@@ -169,3 +188,4 @@ def _target_of_device(device: torch.device) -> str:
 def forget() -> None:
     """Drop the compiled kernels of this process (for tests)."""
     _kernels.clear()
+    _loaded.clear()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
-from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, EpilogueConfig, GemmConfig
-from cute_fp8.problem import GemmProblem, check_overlap
+from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, GemmConfig
+from cute_fp8.problem import GemmProblem, Operands, check_overlap
 
 #: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
 Launcher = Callable[
@@ -20,20 +20,8 @@ Launcher = Callable[
 ]
 
 
-def config_of(problem: GemmProblem, route: Route) -> GemmConfig:
-    """The kernel configuration of a problem on its route."""
-    assert route.tile is not None
-    epilogue = EpilogueConfig(
-        out=_name(problem.out_dtype) or "",
-        bias=_name(problem.bias),
-        residual=_name(problem.residual),
-        activation=problem.activation,
-    )
-    return GemmConfig(route.tile, epilogue)
-
-
-class Launch:
-    """A checked problem and its compiled kernel.
+class CuteGemm:
+    """A checked problem bound to its compiled kernel.
 
     The kernel takes matrices and vectors and checks their dtypes, sizes, strides, alignment and
     devices itself, in compiled code, before it launches. What is left here is to see the arguments
@@ -41,30 +29,30 @@ class Launch:
     """
 
     def __init__(self, problem: GemmProblem, route: Route):
-        assert route.target is not None
-        self.kernel = compiler.get(config_of(problem, route), route.target)
+        assert route.target is not None and route.config is not None
+        self.kernel = compiler.get(route.config, route.target, problem.device)
         self.ctas = _sm_count(problem.device)
         self.problem = problem
 
     def launcher(self) -> Launcher:
         """A function that launches on the current stream.
 
-        It raises, before anything runs, where an argument is not what the kernel takes.
+        It raises ``ValueError`` or ``TypeError``, before anything runs, where an argument is not
+        what the kernel takes; that need not mean that the call is wrong.
         """
         p = self.problem
-        launch = self._plain()
+        launcher = self._plain()
         if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
-            launch = self._reshaping(launch)
+            launcher = self._reshaping(launcher)
         # With one GPU the current device is always the tensors'.
-        return launch if torch.cuda.device_count() == 1 else self._on_its_device(launch)
+        return launcher if torch.cuda.device_count() == 1 else self._on_its_device(launcher)
 
     def _plain(self) -> Launcher:
         """Matrices and vectors, as the kernel takes them."""
         p, kernel, ctas = self.problem, self.kernel, self.ctas
-        empty_like = torch.empty_like
-        # An output's metadata without its memory: `empty_like` of it is the cheapest allocation.
-        template = torch.empty((p.m, p.n), dtype=p.out_dtype, device=p.device)
-        template.untyped_storage().resize_(0)
+        empty_like, contiguous = torch.empty_like, torch.contiguous_format
+        # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
+        template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.n)
 
         def launch(
             xq: Tensor,
@@ -76,9 +64,9 @@ class Launch:
             out: Tensor | None,
         ) -> Tensor:
             if out is None:
-                out = empty_like(template)
+                out = empty_like(template, memory_format=contiguous)
             else:
-                check_overlap(out, (xq, sx, wq, sw, bias, residual))
+                check_overlap(Operands(xq, sx, wq, sw, bias, residual, out))
                 if not out.is_contiguous():
                     raise ValueError("rows of out may overlap: for the full check to say")
             kernel(xq, sx, wq, sw, bias, residual, out, ctas)
@@ -91,7 +79,15 @@ class Launch:
         p = self.problem
         batched = len(p.batch) != 1
 
-        def reshaped(
+        def rows(tensor: Tensor | None, columns: int) -> Tensor | None:
+            if tensor is None:
+                return None
+            # A view of as many elements would take any shape.
+            if tensor.shape != (*p.batch, columns) or not tensor.is_contiguous():
+                raise ValueError("rows of another shape, or with gaps: for the full check to say")
+            return tensor.view(p.m, columns)
+
+        def reshape(
             xq: Tensor,
             sx: Tensor,
             wq: Tensor,
@@ -101,17 +97,17 @@ class Launch:
             out: Tensor | None,
         ) -> Tensor:
             if not p.sx_is_vector:
-                sx = sx.view(-1).expand(p.m)
+                sx = sx.reshape(-1).expand(p.m)
             if not p.sw_is_vector:
-                sw = sw.view(-1).expand(p.n)
+                sw = sw.reshape(-1).expand(p.n)
             if not batched:
                 return launch(xq, sx, wq, sw, bias, residual, out)
-            rows = None if residual is None else residual.view(p.m, p.n)
-            into = None if out is None else out.view(p.m, p.n)
-            y = launch(xq.view(p.m, p.k), sx, wq, sw, bias, rows, into)
+            matrix = rows(xq, p.k)
+            assert matrix is not None
+            y = launch(matrix, sx, wq, sw, bias, rows(residual, p.n), rows(out, p.n))
             return y.view(p.out_shape) if out is None else out
 
-        return reshaped
+        return reshape
 
     def _on_its_device(self, launch: Launcher) -> Launcher:
         """With the tensors' device made the current one, and the caller's restored."""
@@ -125,56 +121,49 @@ class Launch:
 
         return launch_there
 
-    def run_strided(
-        self,
-        xq: Tensor,
-        sx: Tensor,
-        wq: Tensor,
-        sw: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor:
-        """Launch with the strides of a checked problem, whatever torch calls them.
+    def run(self, operands: Operands) -> Tensor:
+        """Launch with the strides of the checked problem, whatever torch calls them.
 
-        The slow way, for what a launcher does not take: an ``out`` with gaps between its rows, a
-        single token at an odd stride, batch dimensions that no ``view`` can join.
+        The slow way, for what a launcher does not take: rows with gaps under batch dimensions or in
+        ``out``, a single token at an odd stride.
         """
-        p = self.problem
+        p, (xq, sx, wq, sw, bias, residual, out) = self.problem, operands
         y = torch.empty(p.out_shape, dtype=p.out_dtype, device=p.device) if out is None else out
-        with torch.cuda.device(p.device):
+        if residual is not None:
+            residual = residual.as_strided((p.m, p.n), (p.residual_stride, 1))
+        with torch.cuda.device(p.device), torch.no_grad():
             self.kernel(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
                 sx.as_strided((p.m,), (p.sx_stride,)),
                 wq.as_strided((p.n, p.k), (p.wq_stride, 1)),
                 sw.as_strided((p.n,), (p.sw_stride,)),
                 bias,
-                None
-                if residual is None
-                else residual.as_strided((p.m, p.n), (p.residual_stride, 1)),
+                residual,
                 y.as_strided((p.m, p.n), (p.out_stride, 1)),
                 self.ctas,
             )
         return y
 
 
-def load(kernel: compiler.Kernel, config: GemmConfig, device: torch.device) -> None:
-    """Run the kernel once on a tiny problem: the driver loads its code at the first launch."""
-    n, k = N_MULTIPLE, K_MULTIPLE
+def launch_once(kernel: compiler.Kernel, config: GemmConfig, device: torch.device) -> None:
+    """Run the kernel on a tiny problem: the driver loads its code at the first launch."""
+    m, n, k = 1, N_MULTIPLE, K_MULTIPLE
     epilogue = config.epilogue
+
+    def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
     with torch.cuda.device(device):
-        codes = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        ones = torch.ones(n, device=device)
+        codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
+        scales = zeros((n,), "float32")
         kernel(
+            codes[:m],
+            scales[:m],
             codes,
-            ones,
-            codes,
-            ones,
-            None if epilogue.bias is None else ones.to(getattr(torch, epilogue.bias)),
-            None
-            if epilogue.residual is None
-            else torch.zeros((n, n), dtype=getattr(torch, epilogue.residual), device=device),
-            torch.empty((n, n), dtype=getattr(torch, epilogue.out), device=device),
+            scales,
+            zeros((n,), epilogue.bias) if epilogue.bias else None,
+            zeros((m, n), epilogue.residual) if epilogue.residual else None,
+            zeros((m, n), epilogue.out),
             1,
         )
         torch.cuda.current_stream(device).synchronize()
@@ -183,7 +172,3 @@ def load(kernel: compiler.Kernel, config: GemmConfig, device: torch.device) -> N
 @cache
 def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

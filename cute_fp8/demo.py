@@ -26,7 +26,7 @@ from cute_fp8.dispatch import Explanation, walk
 from cute_fp8.environment import environment
 from cute_fp8.inspection import Inspection, inspect_kernel
 from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
-from cute_fp8.problem import GemmProblem, check_gemm
+from cute_fp8.problem import GemmProblem, Operands, check_gemm
 from cute_fp8.targets import capability_of_device, capability_of_target
 
 #: What the layers' kernels are compiled for and inspected.
@@ -65,7 +65,7 @@ class LayerResult:
         route = self.explanation.route if self.explanation else None
         if route is None:
             return None
-        return route.entry.name + (f" {route.tile.name}" if route.tile else "")
+        return route.entry.name + (f" {route.config.tile.name}" if route.config else "")
 
     def as_dict(self) -> dict[str, object]:
         """As JSON-ready data."""
@@ -200,7 +200,7 @@ def study_layer(call: Call) -> LayerResult:
     try:
         wq, sw = quantize_fp8(weight)
         xq, sx = quantize_fp8_activations(call.x)
-        problem = check_gemm(xq, sx, wq, sw, bias)
+        problem = check_gemm(Operands(xq, sx, wq, sw, bias))
     except ValueError as error:
         return LayerResult(call.name, m, n, k, reason=str(error))
     y = gemm(xq, sx, wq, sw, bias)
@@ -263,15 +263,13 @@ def inspect_layers(layers: Sequence[LayerResult]) -> tuple[list[Inspection], lis
     Returns:
         The inspections, and in words what failed. What cannot be compiled or read has failed.
     """
-    from cute_fp8.cute_backend import config_of
-
     wanted: dict[tuple[str, Any], None] = {}  # a set that keeps its order
     for target in TARGETS:
         for problem in (i.problem for i in layers if i.problem):
             auto = settings.Settings("auto", None)
             route = walk(problem, capability_of_target(target), auto).route
-            if route is not None and route.tile is not None:
-                wanted[target, config_of(problem, route)] = None
+            if route is not None and route.config is not None:
+                wanted[target, route.config] = None
     found: list[Inspection] = []
     try:
         for target, config in tables.track(wanted, "compiling kernels", len(wanted)):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from cute_fp8 import torch_backend
-from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.config import GemmConfig
 from cute_fp8.problem import GemmProblem
-from cute_fp8.selection import pick_tile
+from cute_fp8.selection import pick_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
 
@@ -83,11 +83,11 @@ OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
 
 @dataclass(frozen=True)
 class Route:
-    """What ``select`` decided: the entry, and for a CuTe kernel its target and tile."""
+    """What ``select`` decided: the entry, and for a CuTe kernel its target and configuration."""
 
     entry: Entry
     target: str | None = None
-    tile: TileConfig | None = None
+    config: GemmConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Explanation:
         if self.route is None:
             return "\n".join([*lines, "  no route"])
         taken = f"  takes   {self.route.entry.name}"
-        if self.route.tile is not None:
-            taken += f" for {self.route.target}, tile {self.route.tile.name}"
+        if self.route.config is not None:
+            taken += f" for {self.route.target}, tile {self.route.config.tile.name}"
         return "\n".join([*lines, taken])
 
 
@@ -170,9 +170,7 @@ def _route(
 ) -> Route:
     if not entry.targets or capability is None:
         return Route(entry)
-    return Route(
-        entry, target_of(capability), settings.tile or pick_tile(problem.m, problem.n, problem.k)
-    )
+    return Route(entry, target_of(capability), pick_config(problem, settings.tile))
 
 
 @dataclass(frozen=True)

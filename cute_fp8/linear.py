@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_fp8.dispatch import walk
 from cute_fp8.numerics import quantize_fp8_activations, quantize_mxfp8
 from cute_fp8.plan import function_of
-from cute_fp8.problem import check_gemm
+from cute_fp8.problem import Operands, check_gemm
 from cute_fp8.settings import Settings
 from cute_fp8.targets import capability_of_device
 
@@ -57,12 +57,13 @@ def mxfp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None
 def _reference_gemm(
     xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    problem = check_gemm(xq, sx, wq, sw, bias, out_dtype=out_dtype)
+    operands = Operands(xq, sx, wq, sw, bias)
+    problem = check_gemm(operands, out_dtype=out_dtype)
     capability = capability_of_device(xq.device)
     route = walk(problem, capability, Settings("torch", None)).route
     if route is None or problem.m == 0:
         route = walk(problem, capability, Settings("reference", None)).route
     assert route is not None
-    y = function_of(route)(problem, xq, sx, wq, sw, bias, None, None)
+    y = function_of(route)(problem, operands)
     assert isinstance(y, Tensor)
     return y

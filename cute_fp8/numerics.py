@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
 
@@ -283,14 +284,10 @@ def _check_codes(q: Tensor, dtype: torch.dtype) -> int:
 
 def _refuse_capture(function: str) -> None:
     # A process that has not initialised CUDA cannot be capturing; asking would create a context.
-    if _cuda_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"{function}: called during CUDA graph capture, must be called before it (reads values)"
         )
-
-
-def _cuda_initialized() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _refuse_grad(name: str, x: Tensor) -> None:

@@ -8,183 +8,101 @@ tells the variant: uint8 are e8m0 bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.plan import run_gemm
-from cute_fp8.problem import E4M3, E8M0, batch_size, check_gemm
+from cute_fp8.problem import E4M3, E8M0, Operands, batch_size, check_gemm
 from cute_fp8.scales import TILE_COLS, TILE_ROWS
 
-_FLOAT8 = (E4M3, E8M0)
+#: The arguments that all three ops begin with, in order.
+_ARGUMENTS = (
+    "Tensor xq, Tensor sx, Tensor wq, Tensor sw, Tensor? bias, Tensor? residual, str? activation"
+)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A uint8 view of a float8 tensor; any other as it is."""
-    return tensor.view(torch.uint8) if tensor.dtype in _FLOAT8 else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in (E4M3, E8M0) else tensor
 
 
-def _codes(tensor: Tensor) -> Tensor:
-    return tensor.view(E4M3) if tensor.dtype is torch.uint8 else tensor
-
-
-def _scale(tensor: Tensor) -> Tensor:
-    return tensor.view(E8M0) if tensor.dtype is torch.uint8 else tensor
-
-
-@torch.library.custom_op("cute_fp8::gemm", mutates_args=())
-def gemm(
+def _operands(
     xq: Tensor,
     sx: Tensor,
     wq: Tensor,
     sw: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+) -> Operands:
+    """Bytes seen as what they are: codes as e4m3, scales (where they are no fp32) as e8m0."""
+
+    def seen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.view(dtype) if tensor.dtype is torch.uint8 else tensor
+
+    codes = seen(xq, E4M3), seen(wq, E4M3)
+    scales = seen(sx, E8M0), seen(sw, E8M0)
+    return Operands(codes[0], scales[0], codes[1], scales[1], bias, residual)
+
+
+@torch.library.custom_op(
+    "cute_fp8::gemm",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor",
+)
+def gemm(*arguments: Any) -> Tensor:
     """``cute_fp8.gemm`` on uint8 codes; see there."""
-    y = run_gemm(
-        _codes(xq),
-        _scale(sx),
-        _codes(wq),
-        _scale(sw),
-        bias,
-        residual,
-        activation,
-        out_dtype,
-        None,
-        fast_accum,
-    )
+    *tensors, activation, out_dtype, fast_accum = arguments
+    y = run_gemm(_operands(*tensors), activation, out_dtype, fast_accum)
     assert isinstance(y, Tensor)
     return y
 
 
 @gemm.register_fake
-def _(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    _check_fake(xq, sx, wq, sw, bias, residual, activation, out_dtype, fast_accum)
+def _(*arguments: Any) -> Tensor:
+    *tensors, activation, out_dtype, fast_accum = arguments
+    check_gemm(_operands(*tensors), activation, out_dtype, fast_accum)
+    xq, _, wq, *_ = tensors
     return xq.new_empty((*xq.shape[:-1], wq.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("cute_fp8::gemm_out", mutates_args=("out",))
-def gemm_out(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    fast_accum: bool,
-    out: Tensor,
-) -> None:
+@torch.library.custom_op(
+    "cute_fp8::gemm_out",
+    mutates_args=("out",),
+    schema=f"({_ARGUMENTS}, bool fast_accum, Tensor(a!) out) -> ()",
+)
+def gemm_out(*arguments: Any) -> None:
     """``cute_fp8.gemm(..., out=out)`` on uint8 codes; the output's dtype is ``out``'s."""
-    run_gemm(
-        _codes(xq),
-        _scale(sx),
-        _codes(wq),
-        _scale(sw),
-        bias,
-        residual,
-        activation,
-        out.dtype,
-        out,
-        fast_accum,
-    )
+    *tensors, activation, fast_accum, out = arguments
+    run_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum)
 
 
 @gemm_out.register_fake
-def _(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    fast_accum: bool,
-    out: Tensor,
-) -> None:
-    _check_fake(xq, sx, wq, sw, bias, residual, activation, out.dtype, fast_accum)
+def _(*arguments: Any) -> None:
+    *tensors, activation, fast_accum, out = arguments
+    check_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum)
 
 
-@torch.library.custom_op("cute_fp8::gemm_quantized", mutates_args=())
-def gemm_quantized(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
-    """``cute_fp8.gemm(..., out_dtype=torch.float8_e4m3fn)`` on uint8 codes: uint8 codes and blocked
-    scales.
-    """
-    y = run_gemm(
-        _codes(xq),
-        _scale(sx),
-        _codes(wq),
-        _scale(sw),
-        bias,
-        residual,
-        activation,
-        E4M3,
-        None,
-        False,
-    )
-    assert isinstance(y, tuple)
-    return as_bytes(y[0]), as_bytes(y[1])
+@torch.library.custom_op(
+    "cute_fp8::gemm_quantized", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+def gemm_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``gemm`` with ``out_dtype=torch.float8_e4m3fn``: uint8 codes and blocked scale bytes."""
+    *tensors, activation = arguments
+    codes, scales = run_gemm(_operands(*tensors), activation, E4M3, False)
+    return as_bytes(codes), as_bytes(scales)
 
 
 @gemm_quantized.register_fake
-def _(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
-    _check_fake(xq, sx, wq, sw, bias, residual, activation, E4M3, False)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, activation = arguments
+    check_gemm(_operands(*tensors), activation, E4M3, False)
+    xq, _, wq, *_ = tensors
     n = wq.shape[0]
+    # `blocked_numel`, on symbolic sizes.
     row_tiles = (batch_size(tuple(xq.shape[:-1])) + TILE_ROWS - 1) // TILE_ROWS
-    column_tiles = (n // 32 + TILE_COLS - 1) // TILE_COLS
+    column_tiles = (n // MX_BLOCK + TILE_COLS - 1) // TILE_COLS
     scales = xq.new_empty(row_tiles * column_tiles * TILE_ROWS * TILE_COLS)
     return xq.new_empty((*xq.shape[:-1], n)), scales
-
-
-def _check_fake(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> None:
-    check_gemm(
-        _codes(xq),
-        _scale(sx),
-        _codes(wq),
-        _scale(sw),
-        bias,
-        residual,
-        activation,
-        out_dtype,
-        None,
-        fast_accum,
-    )

@@ -13,23 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_fp8 import reference, settings, torch_backend
-from cute_fp8.cute_backend import Launch, Launcher
+from cute_fp8.cute_backend import CuteGemm, Launcher
 from cute_fp8.dispatch import Route, select
-from cute_fp8.problem import ALIGNMENT, GemmProblem, check_gemm, check_grad, check_overlap
+from cute_fp8.problem import (
+    ALIGNMENT,
+    GemmProblem,
+    Operands,
+    check_gemm,
+    check_grad,
+    check_overlap,
+)
 from cute_fp8.reference import Output
 
-#: Plans of each kind kept at most; then all are dropped. Serving that sees every M still fits.
+#: Plans of each kind kept at most; past that, all are dropped and made again as they are met.
 MAX_PLANS = 16_384
 
-Run = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Output
-]
+Run = Callable[[Operands], Output]
 
 
 @dataclass(frozen=True)
@@ -38,31 +44,25 @@ class Plan:
 
     problem: GemmProblem
     run: Run
-    launch: Launcher | None
+    launcher: Launcher | None = None
 
 
-#: By :func:`cute_fp8.gemm`'s short key, which the fast path looks up itself.
+#: By the short key, which :func:`cute_fp8.gemm` looks up itself.
 launchers: dict[Hashable, Launcher] = {}
 _plans: dict[Hashable, Plan] = {}
 
 
 def short_key(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Hashable:
-    """What decides which kernel runs, given that the kernel checks the rest."""
+    """What decides which kernel runs, given that the kernel and its launcher check the rest."""
+    xq, sx, wq, sw, bias, residual, _ = operands
     return (
         xq.shape,
         sx.shape,
         wq.shape,
         sw.shape,
+        sx.dtype,
         xq.get_device(),
         bias if bias is None else bias.dtype,
         residual if residual is None else residual.dtype,
@@ -74,61 +74,41 @@ def short_key(
 
 
 def run_gemm(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-    fast_accum: bool,
+    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Output:
     """Run a GEMM eagerly, with every check; see :func:`cute_fp8.gemm`."""
-    plan = _checked_plan(xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
-    if plan.launch is not None:
-        key = short_key(xq, sx, wq, sw, bias, residual, activation, out_dtype, fast_accum)
-        _remember(launchers, key, plan.launch)
-    return plan.run(xq, sx, wq, sw, bias, residual, out)
+    plan = _checked_plan(operands, activation, out_dtype, fast_accum)
+    if plan.launcher is not None:
+        _remember(launchers, short_key(operands, activation, out_dtype, fast_accum), plan.launcher)
+    return plan.run(operands)
 
 
 def _checked_plan(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-    fast_accum: bool,
+    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Plan:
     """The plan of a call whose every argument has been checked."""
-    tensors = (xq, sx, wq, sw, bias, residual, out)
     try:
-        traits = tuple(None if t is None else _traits(t) for t in tensors)
+        traits = tuple(None if t is None else _traits(t) for t in operands)
         key = (traits, activation, out_dtype, fast_accum, settings.current())
         plan = _plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        plan = None
-    if plan is None or any(
-        t is not None and t.data_ptr() % ALIGNMENT for t in (xq, wq, residual, out)
-    ):
-        arguments = (xq, sx, wq, sw, bias, residual, activation, out_dtype, out, fast_accum)
-        problem = check_gemm(*arguments)
-        plan = _make_plan(problem)
+    except (AttributeError, TypeError):
+        plan = None  # not tensors, or options that do not hash: the check says which
+    if plan is None or _misaligned(operands):
+        plan = _make_plan(check_gemm(operands, activation, out_dtype, fast_accum))
         _remember(_plans, key, plan)
-        return plan
-    if out is not None:
-        check_overlap(out, tensors[:-1])
-    check_grad(tensors)
+    else:
+        check_overlap(operands)
+        check_grad(operands)
     return plan
 
 
 def _traits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _misaligned(operands: Operands) -> bool:
+    matrices = (operands.xq, operands.wq, operands.residual, operands.out)
+    return any(t is not None and t.data_ptr() % ALIGNMENT for t in matrices)
 
 
 def _remember(store: dict[Hashable, Any], key: Hashable, value: object) -> None:
@@ -140,39 +120,32 @@ def _remember(store: dict[Hashable, Any], key: Hashable, value: object) -> None:
 def _make_plan(problem: GemmProblem) -> Plan:
     route = select(problem, settings.current())
     if problem.m == 0:
-        return Plan(problem, _no_tokens(problem), None)
-    if route.target is None:
-        return Plan(problem, _bind(function_of(route), problem), None)
-    launch = Launch(problem, route)
-    return Plan(problem, launch.run_strided, launch.launcher())
+        return Plan(problem, partial(_no_tokens, problem))
+    if route.config is None:
+        return Plan(problem, partial(_without_grad, function_of(route), problem))
+    gemm = CuteGemm(problem, route)
+    return Plan(problem, gemm.run, gemm.launcher())
 
 
-def function_of(route: Route) -> Callable[..., Output]:
-    """The torch function of a route that is no CuTe kernel.
-
-    Called as ``f(problem, xq, sx, wq, sw, bias, residual, out)``.
-    """
+def function_of(route: Route) -> Callable[[GemmProblem, Operands], Output]:
+    """The torch function of a route that is no CuTe kernel."""
     module = torch_backend if route.entry.backend == "torch" else reference
-    function: Callable[..., Output] = getattr(module, route.entry.kernel)
+    function: Callable[[GemmProblem, Operands], Output] = getattr(module, route.entry.kernel)
     return function
 
 
-def _bind(function: Callable[..., Output], problem: GemmProblem) -> Run:
-    def run(*tensors: Tensor | None) -> Output:
-        with torch.no_grad():
-            return function(problem, *tensors)
+def _without_grad(
+    function: Callable[[GemmProblem, Operands], Output], problem: GemmProblem, operands: Operands
+) -> Output:
+    with torch.no_grad():
+        return function(problem, operands)
 
-    return run
 
-
-def _no_tokens(problem: GemmProblem) -> Run:
-    """No tokens, no launch."""
-
-    def run(*tensors: Tensor | None) -> Output:
+def _no_tokens(problem: GemmProblem, operands: Operands) -> Output:
+    """No tokens, no launch: the epilogue of nothing has the right shape and dtype."""
+    with torch.no_grad():
         acc = torch.empty((0, problem.n), dtype=torch.float32, device=problem.device)
-        return reference.finish(problem, acc, None, None, None, None, tensors[-1])
-
-    return run
+        return reference.finish(problem, acc, operands)
 
 
 def forget() -> None:

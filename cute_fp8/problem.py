@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ ALIGNMENT = 16
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _INPUTS = ("xq", "sx", "wq", "sw", "bias", "residual")
+
+
+class Operands(NamedTuple):
+    """The tensors of one GEMM call; see :func:`cute_fp8.gemm`."""
+
+    xq: Tensor
+    sx: Tensor
+    wq: Tensor
+    sw: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,15 +74,9 @@ class GemmProblem:
 
 
 def check_gemm(
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    operands: Operands,
     activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    out: Tensor | None = None,
     fast_accum: bool = False,
 ) -> GemmProblem:
     """Check every argument of :func:`cute_fp8.gemm`.
@@ -80,15 +86,8 @@ def check_gemm(
         ValueError: a wrong shape, stride, alignment, device, overlap or option.
         RuntimeError: an input requires grad while grad mode is on.
     """
-    tensors = {
-        "xq": xq,
-        "sx": sx,
-        "wq": wq,
-        "sw": sw,
-        "bias": bias,
-        "residual": residual,
-        "out": out,
-    }
+    xq, sx, wq, sw, bias, residual, out = operands
+    tensors = operands._asdict()
     _check_tensors(tensors)
     _check_options(activation, out_dtype, fast_accum)
     variant = _variant(sx, sw)
@@ -120,8 +119,8 @@ def check_gemm(
     if out is not None:
         stride = _check_matrix("out", out, problem.out_shape, (out_dtype,), own_rows=True)
         problem = replace(problem, out_stride=stride)
-        check_overlap(out, (xq, sx, wq, sw, bias, residual))
-    check_grad(tensors.values())
+        check_overlap(operands)
+    check_grad(operands)
     return problem
 
 
@@ -137,12 +136,13 @@ def check_grad(tensors: Iterable[Tensor | None]) -> None:
             )
 
 
-def check_overlap(out: Tensor, inputs: Sequence[Tensor | None]) -> None:
-    """Raise ``ValueError`` if ``out`` shares memory with an input."""
-    if not _has_storage(out):
+def check_overlap(operands: Operands) -> None:
+    """Raise ``ValueError`` if the addresses from first to last of ``out`` meet an input's."""
+    out = operands.out
+    if out is None or not _has_storage(out):
         return
     first, last = _extent(out)
-    for name, tensor in zip(_INPUTS, inputs, strict=True):
+    for name, tensor in zip(operands._fields[:-1], operands[:-1], strict=True):
         if tensor is None:
             continue
         begin, end = _extent(tensor)

@@ -6,30 +6,22 @@ import torch
 from torch import Tensor
 
 from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
-from cute_fp8.problem import E4M3, GemmProblem
+from cute_fp8.problem import E4M3, GemmProblem, Operands
 from cute_fp8.scales import from_blocked
 
 Output = Tensor | tuple[Tensor, Tensor]
 
 
-def gemm(
-    problem: GemmProblem,
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> Output:
+def gemm(problem: GemmProblem, operands: Operands) -> Output:
     """The whole GEMM of a checked problem."""
+    xq, sx, wq, sw = operands[:4]
     codes = xq.reshape(problem.m, problem.k)
     if problem.variant == "mxfp8":
         acc = accumulate_mxfp8(codes, sx, wq, sw)
-        return finish(problem, acc, None, None, bias, residual, out)
+        return finish(problem, acc, operands)
     # e4m3 codes are exact in tf32 too, so torch's tf32 switch cannot change the products.
     acc = codes.to(torch.float32) @ wq.to(torch.float32).t()
-    return finish(problem, acc, sx, sw, bias, residual, out)
+    return finish(problem, acc, operands)
 
 
 def accumulate_mxfp8(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
@@ -40,23 +32,15 @@ def accumulate_mxfp8(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
     return (_float64(xq, sx) @ _float64(wq, sw).t()).to(torch.float32)
 
 
-def finish(
-    problem: GemmProblem,
-    acc: Tensor,
-    sx: Tensor | None,
-    sw: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> Output:
+def finish(problem: GemmProblem, acc: Tensor, operands: Operands) -> Output:
     """The epilogue in fp32: ``act(acc * sx * sw + bias) + residual``, rounded once.
 
     Args:
-        acc: fp32 ``[M, N]``; consumed.
-        sx, sw: fp32 scales in any accepted shape, or None where ``acc`` carries them.
+        acc: fp32 ``[M, N]``; consumed. With MXFP8 it carries the scales already.
     """
+    _, sx, _, sw, bias, residual, out = operands
     y = acc
-    if sx is not None and sw is not None:
+    if problem.variant == "per_token":
         y = y.mul_(sx.reshape(-1, 1)).mul_(sw.reshape(1, -1))
     if bias is not None:
         y = y.add_(bias.to(torch.float32))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_fp8 import reference
 from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.problem import GemmProblem
+from cute_fp8.problem import GemmProblem, Operands
 from cute_fp8.scales import to_blocked
 
 #: torch's scaled matmuls want N and K to be multiples of this.
@@ -47,87 +47,51 @@ def mxfp8_refusal(problem: GemmProblem) -> str | None:
     return _refuse_sizes(problem)
 
 
-def rowwise(
-    problem: GemmProblem,
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def rowwise(problem: GemmProblem, operands: Operands) -> Tensor:
     """Row-wise scales, bf16 output, rounded once by the library's epilogue."""
+    xq, sx, wq, sw = operands[:4]
     y = torch._scaled_mm(
-        _rows(problem, xq),
-        wq.t(),
+        xq.reshape(problem.m, problem.k).contiguous(),
+        wq.contiguous().t(),
         scale_a=sx.reshape(-1, 1).expand(problem.m, 1).contiguous(),
         scale_b=sw.reshape(1, -1).expand(1, problem.n).contiguous(),
-        bias=bias,
+        bias=operands.bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=problem.fast_accum,
     )
-    return y.view(problem.out_shape) if out is None else out.copy_(y.view(problem.out_shape))
+    y = y.view(problem.out_shape)
+    return y if operands.out is None else operands.out.copy_(y)
 
 
-def tensorwise(
-    problem: GemmProblem,
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> reference.Output:
+def tensorwise(problem: GemmProblem, operands: Operands) -> reference.Output:
     """Unit scales to an fp32 accumulator, then the fp32 epilogue in torch."""
-    one = _unit_scale(problem.device)
+    xq, wq = operands.xq, operands.wq
+    # Made anew: a kept tensor's fill would be ordered on the first caller's stream alone, and in a
+    # graph capture it would not run at all.
+    one = torch.ones((), dtype=torch.float32, device=problem.device)
     acc = torch._scaled_mm(
-        _rows(problem, xq),
-        wq.t(),
+        xq.reshape(problem.m, problem.k).contiguous(),
+        wq.contiguous().t(),
         scale_a=one,
         scale_b=one,
         out_dtype=torch.float32,
         use_fast_accum=problem.fast_accum,
     )
-    return reference.finish(problem, acc, sx, sw, bias, residual, out)
+    return reference.finish(problem, acc, operands)
 
 
-def mxfp8(
-    problem: GemmProblem,
-    xq: Tensor,
-    sx: Tensor,
-    wq: Tensor,
-    sw: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> reference.Output:
+def mxfp8(problem: GemmProblem, operands: Operands) -> reference.Output:
     """MXFP8 block scales to an fp32 accumulator, then the fp32 epilogue in torch."""
+    xq, sx, wq, sw = operands[:4]
     acc = torch._scaled_mm(
-        _rows(problem, xq),
-        wq.t(),
+        xq.reshape(problem.m, problem.k).contiguous(),
+        wq.contiguous().t(),
         scale_a=_blocked(sx, problem.m, problem.k),
         scale_b=_blocked(sw, problem.n, problem.k),
         out_dtype=torch.float32,
     )
-    return reference.finish(problem, acc, None, None, bias, residual, out)
-
-
-def _rows(problem: GemmProblem, xq: Tensor) -> Tensor:
-    return xq.reshape(problem.m, problem.k)
+    return reference.finish(problem, acc, operands)
 
 
 def _blocked(scale: Tensor, rows: int, k: int) -> Tensor:
     return scale if scale.dim() == 1 else to_blocked(scale.reshape(rows, k // MX_BLOCK))
-
-
-_unit_scales: dict[torch.device, Tensor] = {}
-
-
-def _unit_scale(device: torch.device) -> Tensor:
-    """One fp32 1.0 on ``device``, made once: a fill per call would be one more launch."""
-    scale = _unit_scales.get(device)
-    if scale is None:
-        scale = _unit_scales[device] = torch.ones((), dtype=torch.float32, device=device)
-    return scale

@@ -14,6 +14,8 @@ WARP_SIZE = 32
 MMA_M, MMA_N, MMA_K = 16, 8, 32
 #: Shared memory that one block may use on sm_120 and sm_121 (99 KB); sm_90 has more.
 SMEM_LIMIT_SM120 = 101_376
+#: 64x64: 128 of a thread's 255 registers are accumulators.
+MAX_WARP_TILE = 64 * 64
 #: One 64-bit mbarrier.
 MBARRIER_BYTES = 8
 #: A 128-byte swizzle repeats every 8 rows: each operand's stages start on a multiple of this.
@@ -81,6 +83,7 @@ class TileConfig:
 
     def check(self) -> TileConfig:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""
+        # Two at a time: an even number of k-blocks keeps the fragments' double buffer in step.
         if self.k not in (64, 128):
             raise ValueError(
                 f"tile {self.name}: k is {self.k}, must be 64 or 128 (one swizzle row)"
@@ -90,6 +93,11 @@ class TileConfig:
         if self.n % (self.warps_n * 4 * MMA_N):
             # The epilogue turns four 8-column MMA tiles into one 16-byte store per lane.
             raise ValueError(f"tile {self.name}: n must be a multiple of warps_n * {4 * MMA_N}")
+        if self.warp_m * self.warp_n > MAX_WARP_TILE:
+            raise ValueError(
+                f"tile {self.name}: a warp tile of {self.warp_m}x{self.warp_n}, "
+                f"must be at most {MAX_WARP_TILE} outputs"
+            )
         if max(self.m, self.n) > 256:
             raise ValueError(f"tile {self.name}: a TMA box side is at most 256")
         if min(self.m, self.n) * self.k % STAGE_ALIGNMENT:

@@ -14,12 +14,13 @@ them (``quad_transpose``) leaves each lane with 8 consecutive columns of one row
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
-from .config import MMA_M, MMA_N, EpilogueConfig, TileConfig
+from .config import MMA_M, MMA_N, EpilogueConfig
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 #: Columns that one quad transpose covers, and that one lane of it stores.
@@ -74,43 +75,54 @@ def pair_words(values: cute.Tensor, dtype: cutlass.Constexpr):
     return cute.recast_tensor(rounded, Int32)
 
 
-class Epilogue:
-    """The epilogue of one warp, specialised by tile and :class:`EpilogueConfig`."""
+class EpilogueOperands(NamedTuple):
+    """Global tensors of the epilogue; a part that the configuration leaves out is None."""
 
-    def __init__(self, tile: TileConfig, config: EpilogueConfig):
-        self.tile = tile
+    out: cute.Tensor  # (m, n)
+    sx: cute.Tensor  # (m,)
+    sw: cute.Tensor  # (n,)
+    bias: Any  # (n,) or None
+    residual: Any  # (m, n) or None
+
+
+class Epilogue:
+    """The epilogue of one warp tile ``warp_m x warp_n``, specialised by :class:`EpilogueConfig`."""
+
+    def __init__(self, warp_m: int, warp_n: int, config: EpilogueConfig):
+        self.warp_m = warp_m
+        self.warp_n = warp_n
         self.config = config
 
     @cute.jit
     def __call__(
         self,
         acc: cute.Tensor,
-        operands,
+        operands: EpilogueOperands,
         m: Int32,
         n: Int32,
-        warp_row: Int32,
-        warp_column: Int32,
+        first_row: Int32,
+        first_column: Int32,
         lane: Int32,
     ):
         """Write one warp tile.
 
         Args:
             acc: fp32 accumulators, ``(4, warp_n / 8, warp_m / 16)`` per lane.
-            operands: :class:`~.gemm_sm120.EpilogueOperands`.
+            operands: the output and what it is made with.
             m, n: the output's size; rows and columns past it are neither read nor written.
-            warp_row, warp_column: the output coordinate of the warp tile's corner.
+            first_row, first_column: the output coordinate of the warp tile's corner.
         """
         quad, lane_in_quad = lane // 4, lane % 4
-        columns = self._column_values(operands, n, warp_column + 2 * lane_in_quad)
-        for mi in cutlass.range_constexpr(self.tile.warp_m // MMA_M):
+        columns = self._column_values(operands, n, first_column + 2 * lane_in_quad)
+        for mi in cutlass.range_constexpr(self.warp_m // MMA_M):
             for half in cutlass.range_constexpr(2):
-                row = warp_row + mi * MMA_M + half * 8 + quad
+                row = first_row + mi * MMA_M + half * 8 + quad
                 # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
                 # nothing.
                 safe_row = cutlass.min(row, m - 1)
                 row_scale = operands.sx[safe_row]
-                for group in cutlass.range_constexpr(self.tile.warp_n // GROUP_COLUMNS):
-                    column = warp_column + group * GROUP_COLUMNS + lane_in_quad * LANE_COLUMNS
+                for group in cutlass.range_constexpr(self.warp_n // GROUP_COLUMNS):
+                    column = first_column + group * GROUP_COLUMNS + lane_in_quad * LANE_COLUMNS
                     values = cute.make_rmem_tensor((2, 4), Float32)
                     for j in cutlass.range_constexpr(4):
                         for e in cutlass.range_constexpr(2):
@@ -123,14 +135,14 @@ class Epilogue:
                     self._store(values, operands.out, row, column, m, n, lane_in_quad)
 
     @cute.jit
-    def _column_values(self, operands, n: Int32, column: Int32):
+    def _column_values(self, operands: EpilogueOperands, n: Int32, column: Int32):
         """Scale and bias of this lane's columns, kept in registers for all rows: ``(2, warp_n /
         8)`` each.
         """
-        shape = (2, self.tile.warp_n // MMA_N)
+        shape = (2, self.warp_n // MMA_N)
         scale = cute.make_rmem_tensor(shape, Float32)
         bias = cute.make_rmem_tensor(shape, Float32)
-        for j in cutlass.range_constexpr(self.tile.warp_n // MMA_N):
+        for j in cutlass.range_constexpr(self.warp_n // MMA_N):
             for e in cutlass.range_constexpr(2):
                 safe_column = cutlass.min(column + j * MMA_N + e, n - 1)
                 scale[e, j] = operands.sw[safe_column]

@@ -38,20 +38,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from .config import K_MULTIPLE, MMA_K, MMA_M, MMA_N, N_MULTIPLE, STAGE_ALIGNMENT, GemmConfig
-from .epilogue import DTYPES, Epilogue
+from .epilogue import DTYPES, Epilogue, EpilogueOperands
 from .mma import Instruction, mma_m16n8k32
 from .scheduler import tile_coordinate
 from .smem import fragment_address, load_fragments, tma_load, tma_load_atom
-
-
-class EpilogueOperands(NamedTuple):
-    """Global tensors of the epilogue; a part that the configuration leaves out is None."""
-
-    out: cute.Tensor
-    sx: cute.Tensor
-    sw: cute.Tensor
-    bias: cute.Tensor | None
-    residual: cute.Tensor | None
 
 
 class Ring(NamedTuple):
@@ -85,9 +75,8 @@ class GemmSm120:
 
     def __init__(self, config: GemmConfig, instruction: Instruction):
         self.tile = config.tile.check()
-        self.epilogue_config = config.epilogue
         self.instruction = instruction
-        self.epilogue = Epilogue(config.tile, config.epilogue)
+        self.epilogue = Epilogue(config.tile.warp_m, config.tile.warp_n, config.epilogue)
 
     # ------------------------------------------------------------------ host
 
@@ -223,7 +212,7 @@ class GemmSm120:
             tile_row, tile_column = tile_coordinate(index, work.tiles_m, work.tiles_n)
             acc.fill(0.0)
             cute.arch.mbarrier_wait(ring.full + stage, phase)
-            self.load_fragments(source, frag_a, frag_b, 0, stage)
+            self.load_k_block(source, frag_a, frag_b, 0, stage)
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 more = k_tile + 1 < work.k_tiles
                 stage, phase = self.multiply_k_tile(
@@ -257,7 +246,7 @@ class GemmSm120:
         pairs_b = cute.logical_divide(frag_b, (8, None, None))
         for k_block in cutlass.range_constexpr(k_blocks):
             if cutlass.const_expr(k_block + 1 < k_blocks):
-                self.load_fragments(source, frag_a, frag_b, k_block + 1, stage)
+                self.load_k_block(source, frag_a, frag_b, k_block + 1, stage)
             else:
                 # Every lane's ldmatrix of this stage must be done before the one lane's arrive
                 # hands the stage to TMA; an mbarrier arrive orders only its own lane. Without the
@@ -267,7 +256,7 @@ class GemmSm120:
                     cute.arch.mbarrier_arrive(ring.empty + stage)
                 if more:
                     cute.arch.mbarrier_wait(ring.full + next_stage, next_phase)
-                    self.load_fragments(source, frag_a, frag_b, 0, next_stage)
+                    self.load_k_block(source, frag_a, frag_b, 0, next_stage)
             buffer = k_block % 2
             for mi in cutlass.range_constexpr(self.tile.warp_m // MMA_M):
                 for ni in cutlass.range_constexpr(self.tile.warp_n // MMA_N):
@@ -280,7 +269,7 @@ class GemmSm120:
         return next_stage, next_phase
 
     @cute.jit
-    def load_fragments(
+    def load_k_block(
         self,
         source: FragmentSource,
         frag_a: cute.Tensor,

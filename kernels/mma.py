@@ -35,8 +35,16 @@ class Instruction(Enum):
 
     @staticmethod
     def of(target: str) -> Instruction:
-        """The instruction of a compile target such as ``sm_120a``."""
-        return Instruction.BLOCK_SCALE if target.startswith("sm_12") else Instruction.PLAIN
+        """The instruction of a compile target such as ``sm_120a``.
+
+        Raises:
+            ValueError: a target for which this kernel is not meant.
+        """
+        if target.startswith("sm_12"):
+            return Instruction.BLOCK_SCALE
+        if target == "sm_90a":
+            return Instruction.PLAIN
+        raise ValueError(f"target: got {target!r}, must be of the sm_12x family, or sm_90a")
 
 
 _PTX = {
@@ -91,7 +99,8 @@ def mma_m16n8k32(
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],
         _PTX[instruction],
         _CONSTRAINTS[instruction],
-        has_side_effects=False,
+        # The whole warp takes part: it must not be moved under a condition or duplicated.
+        has_side_effects=True,
         is_align_stack=False,
         loc=loc,
         ip=ip,

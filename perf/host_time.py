@@ -19,10 +19,10 @@ import torch
 
 import cute_fp8
 from cute_fp8 import settings
-from cute_fp8.cute_backend import Launch
+from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.dispatch import select
 from cute_fp8.gemm_case import GemmCase, gemm_case
-from cute_fp8.problem import check_gemm
+from cute_fp8.problem import Operands, check_gemm
 
 BATCHES, CALLS = 30, 200
 
@@ -44,10 +44,10 @@ def host_us(call: Callable[[], object]) -> float:
 
 def bare_call(case: GemmCase, out: torch.Tensor) -> Callable[[], object]:
     """The compiled kernel's own call, all arguments ready."""
-    problem = check_gemm(case.xq, case.sx, case.wq, case.sw, out=out)
-    launch = Launch(problem, select(problem, settings.current()))
-    kernel, xq, sx, wq, sw = launch.kernel, case.xq, case.sx, case.wq, case.sw
-    ctas = launch.ctas
+    xq, sx, wq, sw = case.xq, case.sx, case.wq, case.sw
+    problem = check_gemm(Operands(xq, sx, wq, sw, out=out))
+    gemm = CuteGemm(problem, select(problem, settings.current()))
+    kernel, ctas = gemm.kernel, gemm.ctas
     return lambda: kernel(xq, sx, wq, sw, None, None, out, ctas)
 
 

@@ -11,6 +11,7 @@ from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
 
 _PLAIN = frozenset({Tensor, Parameter})
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -42,14 +43,12 @@ def gemm(
         sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or
             e8m0 ``[M, K/32]`` row-major, or 1-D in the 128x4 blocks of ``to_blocked``.
         wq: weight codes ``[N, K]`` float8_e4m3fn, as ``nn.Linear`` has them; N a multiple of 8.
-        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0 ``[N, K/32]`` or 1-D
-            blocked.
+        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0, as with sx.
         bias: ``[N]`` bf16, fp16 or fp32.
         residual: of y's shape, in ``out_dtype`` or fp32 (in bf16 or fp32 for MXFP8 output).
         activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
         out_dtype: bf16, fp16 or fp32; with MXFP8 inputs also ``float8_e4m3fn``.
-        out: written and returned, if given. Its addresses, first to last, must not meet those of
-            an input.
+        out: written and returned, if given; its addresses must not meet those of an input.
         fast_accum: on Hopper, skip promoting partial sums to fp32 (as in torch).
 
     Returns:
@@ -65,15 +64,11 @@ def gemm(
         and type(sx) in _PLAIN
         and type(wq) in _PLAIN
         and type(sw) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
-        and (residual is None or type(residual) in _PLAIN)
-        and (out is None or type(out) in _PLAIN)
-        and not _is_compiling()
-        and not _dispatch_modes()
-        and not _function_modes()
-        and not _transforms()
-        # Not 0, 1 or NumPy's, which look up the plans of False and True.
-        and type(fast_accum) is bool
+        and type(bias) in _PLAIN_OR_NONE
+        and type(residual) in _PLAIN_OR_NONE
+        and type(out) in _PLAIN_OR_NONE
+        and not (_is_compiling() or _dispatch_modes() or _function_modes() or _transforms())
+        and type(fast_accum) is bool  # 0 and 1 would look up the plans of False and True
     ):
         try:
             launch = launchers[
@@ -95,11 +90,10 @@ def gemm(
                 check_grad((xq, sx, wq, sw, bias, residual, out))
             return launch(xq, sx, wq, sw, bias, residual, out)
         except (KeyError, TypeError, ValueError):
-            pass  # unseen, or refused before anything ran: the long way takes it or says why
-        operands = Operands(xq, sx, wq, sw, bias, residual, out)
-        return run_gemm(operands, activation, out_dtype, fast_accum)
-    operands = Operands(xq, sx, wq, sw, bias, residual, out)
-    return _call_op(operands, activation, out_dtype, fast_accum)
+            run = run_gemm  # unseen, or refused before it ran: the long way, which says why
+    else:
+        run = _call_op
+    return run(Operands(xq, sx, wq, sw, bias, residual, out), activation, out_dtype, fast_accum)
 
 
 def _call_op(

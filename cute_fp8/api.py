@@ -102,14 +102,19 @@ def _call_op(
     """Through ``torch.library``, for tracing, subclasses and modes."""
     from cute_fp8 import ops
 
-    if not _is_compiling():
-        # Under a trace the ops' fake kernels check, on symbolic sizes.
+    out = operands.out
+    if _is_compiling():
+        # The ops' fake kernels check, on symbolic sizes, all that the ops are told.
+        check_grad(operands)
+        if out is not None and out.dtype is not out_dtype:
+            raise TypeError(f"out: got {out.dtype}, must be {out_dtype}")
+    else:
         check_gemm(operands, activation, out_dtype, fast_accum)
     xq, sx, wq, sw = map(ops.as_bytes, operands[:4])
     arguments = (xq, sx, wq, sw, operands.bias, operands.residual, activation)
-    if operands.out is not None:
-        torch.ops.cute_fp8.gemm_out(*arguments, fast_accum, operands.out)
-        return operands.out
+    if out is not None:
+        torch.ops.cute_fp8.gemm_out(*arguments, fast_accum, out)
+        return out
     if out_dtype is E4M3:
         codes, scales = torch.ops.cute_fp8.gemm_quantized(*arguments)
         return codes.view(E4M3), scales.view(torch.float8_e8m0fnu)

@@ -7,6 +7,7 @@ look-up and ``build``.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -81,7 +82,9 @@ def get(config: GemmConfig, target: str, device: torch.device | None = None) -> 
                 compiled = build(config, target)
                 _owners.append(compiled)
                 # The bare function under the DSL's wrappers, which cost more than the call itself.
-                kernel = _kernels[config, target] = compiled.__tvm_ffi_object__()
+                # Without a GPU there is none.
+                function = compiled.__tvm_ffi_object__()
+                kernel = _kernels[config, target] = compiled if function is None else function
     return kernel
 
 
@@ -113,7 +116,8 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
         with _tracer:
             return cute.compile(kernel, *fake_arguments(config), options=flags)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # the DSL writes in colours
+        reason = (text.splitlines() or [type(error).__name__])[0]
         raise RuntimeError(
             f"compile: got {config.name} for {target}, must be a kernel and a target that the "
             f"CuTe DSL compiles ({reason})"

@@ -91,8 +91,8 @@ def _checked_plan(
         traits = tuple(None if t is None else _traits(t) for t in operands)
         key = (traits, activation, out_dtype, fast_accum, settings.current())
         plan = _plans.get(key)
-    except (AttributeError, TypeError):
-        plan = None  # not tensors, or options that do not hash: the check says which
+    except (AttributeError, RuntimeError, TypeError):
+        plan = None  # no (strided) tensors, or options that do not hash: the check says which
     if plan is None or _misaligned(operands):
         plan = _make_plan(check_gemm(operands, activation, out_dtype, fast_accum))
         _remember(_plans, key, plan)

@@ -1,4 +1,4 @@
-"""``python -m cute_fp8``: info, explain, compile, demo."""
+"""``python -m cute_fp8``: info, explain, compile, verify, validate, demo."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 
 from cute_fp8 import dispatch, settings
-from cute_fp8.targets import TARGETS, Capability
+from cute_fp8.targets import TARGETS, Capability, check_target
 
 if TYPE_CHECKING:
     from cute_fp8.inspection import Inspection
@@ -44,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    info = commands.add_parser("info", help="versions, GPUs and the dispatch table")
+    info = commands.add_parser(
+        "info", help="versions, GPUs, driver, installation, cache and the dispatch table"
+    )
     info.add_argument("--json", action="store_true")
     info.set_defaults(run=_info)
 
@@ -65,8 +68,28 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS)
     )
     compile_.add_argument("--ops", help="a glob over kernel names")
-    compile_.add_argument("--json", action="store_true")
+    compile_.add_argument(
+        "--json", action="store_true", help="the data, in the form of perf/results/static"
+    )
     compile_.set_defaults(run=_compile)
+
+    validate = commands.add_parser(
+        "validate", help="all that needs a GPU, on the one here; writes a file to send to us"
+    )
+    validate.add_argument("--out", metavar="FILE", help="the file's name")
+    validate.add_argument("--quick", action="store_true", help="a first look, no evidence")
+    validate.add_argument(
+        "--sanitize", action="store_true", help="also run compute-sanitizer, if it is installed"
+    )
+    validate.set_defaults(run=_validate)
+
+    verify = commands.add_parser("verify", help="prove kernels free of races and deadlocks")
+    verify.add_argument(
+        "--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS)
+    )
+    verify.add_argument("--ops", help="a glob over kernel names")
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(run=_verify)
 
     demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
     demo.add_argument(
@@ -84,15 +107,13 @@ def _capability(text: str) -> Capability:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from cute_fp8.environment import environment
+    from cute_fp8.environment import info, info_text
 
-    facts = environment()
+    facts = info()
     if options.json:
         print(json.dumps(facts, indent=2))
-        return 0
-    for name, value in facts.items():
-        print(f"{name:12} {value}")
-    print(f"\n{dispatch.dispatch_table()}")
+    else:
+        print(f"{info_text(facts)}\n\n{dispatch.dispatch_table()}")
     return 0
 
 
@@ -112,16 +133,38 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _compile(options: argparse.Namespace) -> int:
     from cute_fp8 import compiler
+    from cute_fp8.archs import inspection_evidence
     from cute_fp8.inspection import inspect_kernels
     from cute_fp8.tables import inspection_table, print_table, track
 
+    for arch in options.arch:
+        check_target(arch)  # before a progress bar is drawn
     total = len(options.arch) * len(compiler.shipped_configs(options.ops))
     found = list(track(inspect_kernels(options.arch, options.ops), "compiling", total))
     if options.json:
-        print(json.dumps([inspection.as_dict() for inspection in found], indent=2))
+        print(json.dumps(inspection_evidence(found), indent=2))
     else:
         print_table(inspection_table(found))
     return report_failures(found)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from cute_fp8 import compiler, verify
+    from cute_fp8.tables import print_table, proof_table, track
+
+    for arch in options.arch:
+        check_target(arch)  # before a progress bar is drawn
+    total = len(options.arch) * len(compiler.shipped_configs(options.ops))
+    proofs = list(track(verify.verify_kernels(options.arch, options.ops), "verifying", total))
+    if options.json:
+        print(json.dumps([asdict(proof) for proof in proofs], indent=2))
+    else:
+        print_table(proof_table(proofs))
+    for proof in proofs:
+        if not proof.proved:
+            what = f"{proof.target} {proof.kernel}: {proof.result}, {proof.details}"
+            print(f"not proved: {what}", file=sys.stderr)
+    return int(any(proof.result not in (verify.PASS, verify.UNSUPPORTED) for proof in proofs))
 
 
 def report_failures(found: Iterable[Inspection]) -> int:
@@ -130,6 +173,12 @@ def report_failures(found: Iterable[Inspection]) -> int:
     for target, kernel, failure in failed:
         print(f"gate failed: {target} {kernel}: {failure}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from cute_fp8.validate import run
+
+    return run(options.out, quick=options.quick, sanitize=options.sanitize)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,36 +1,48 @@
 """Compiled kernels: built by the CuTe DSL on first use, kept in memory, one per (configuration,
 target).
 
-Compiling needs no GPU. ``get`` is the only way to a kernel; a cache on disk belongs between its
-look-up and ``build``.
+Compiling needs no GPU. ``get`` is the only way to a kernel; between its look-up in memory and
+``build`` is the cache on disk (``cache.py``).
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from fnmatch import fnmatch
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from cute_fp8 import cache, workers
+from cute_fp8.cache_key import Key, key_of
 from cute_fp8.capture import is_capturing
-from cute_fp8.kernels.config import OUT_DTYPES, TILES, EpilogueConfig, GemmConfig
+from cute_fp8.kernels.config import (
+    OUT_DTYPES,
+    TILES,
+    Config,
+    EpilogueConfig,
+    GemmConfig,
+    RelayoutConfig,
+)
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
 Kernel = Callable[..., None]
 
-_kernels: dict[tuple[GemmConfig, str], Kernel] = {}
+_kernels: dict[tuple[Config, str], Kernel] = {}
 #: What the DSL returned: it owns the loaded code.
 _owners: list[object] = []
 #: Where a kernel's code has been loaded, or is about to be: (configuration, target, device index).
-_loaded: set[tuple[GemmConfig, str, int]] = set()
+_loaded: set[tuple[Config, str, int]] = set()
+#: One per kernel: of several threads that want the same, one makes it.
+_locks: dict[tuple[Config, str], threading.Lock] = {}
 _lock = threading.Lock()
-#: The DSL's tracer keeps global state: one compilation at a time.
-_tracer = threading.Lock()
 
 #: The epilogues that ``compile`` builds; any other combination is compiled at its first call.
 EPILOGUES = (
@@ -43,7 +55,7 @@ EPILOGUES = (
 )
 
 
-def shipped_configs(ops: str | None = None) -> list[GemmConfig]:
+def shipped_configs(ops: str | None = None) -> list[Config]:
     """The configurations that ``compile`` builds: every tile with every epilogue of
     :data:`EPILOGUES`.
 
@@ -53,15 +65,21 @@ def shipped_configs(ops: str | None = None) -> list[GemmConfig]:
     Raises:
         ValueError: nothing matches.
     """
-    configs = [GemmConfig(tile, epilogue) for tile in TILES for epilogue in EPILOGUES]
+    configs: list[Config] = [
+        GemmConfig(tile, epilogue, variant)
+        for variant, tiles in TILES.items()
+        for tile in tiles
+        for epilogue in EPILOGUES
+    ]
+    configs.append(RelayoutConfig())
     chosen = [config for config in configs if ops is None or fnmatch(config.name, ops)]
     if not chosen:
         raise ValueError(f"ops: got {ops!r}, must match a kernel name such as {configs[0].name}")
     return chosen
 
 
-def get(config: GemmConfig, target: str, device: torch.device | None = None) -> Kernel:
-    """The compiled kernel, built now if it is not there yet.
+def get(config: Config, target: str, device: torch.device | None = None) -> Kernel:
+    """The compiled kernel, loaded from disk or built now if it is not there yet.
 
     Args:
         device: where it is about to be launched, if anywhere.
@@ -77,18 +95,29 @@ def get(config: GemmConfig, target: str, device: torch.device | None = None) -> 
     kernel = _kernels.get((config, target))
     if kernel is None:
         with _lock:
+            one_at_a_time = _locks.setdefault((config, target), threading.Lock())
+        with one_at_a_time:
             kernel = _kernels.get((config, target))
             if kernel is None:
-                compiled = build(config, target)
-                _owners.append(compiled)
-                # The bare function under the DSL's wrappers, which cost more than the call itself.
-                # Without a GPU there is none.
-                function = compiled.__tvm_ffi_object__()
-                kernel = _kernels[config, target] = compiled if function is None else function
+                made = cache.fetch(_key(config, target), lambda: build(config, target))
+                _owners.append(made)
+                kernel = _kernels[config, target] = _bare_function(made)
     return kernel
 
 
-def _refuse_capture(config: GemmConfig) -> None:
+def _key(config: Config, target: str) -> Key:
+    _import_dsl()
+    return key_of(config, target, _flags(target))
+
+
+def _bare_function(made: Any) -> Kernel:
+    """What is under the DSL's wrappers, which cost more than the call itself."""
+    unwrap = getattr(made, "__tvm_ffi_object__", None)  # what was on disk has none
+    function = None if unwrap is None else unwrap()  # and without a GPU there is no function
+    return made if function is None else function
+
+
+def _refuse_capture(config: Config) -> None:
     if is_capturing():
         raise RuntimeError(
             f"gemm: got a first use of {config.name} inside a CUDA graph capture, "
@@ -96,7 +125,7 @@ def _refuse_capture(config: GemmConfig) -> None:
         )
 
 
-def build(config: GemmConfig, target: str, options: str = "") -> Any:
+def build(config: Config, target: str, options: str = "") -> Any:
     """Compile one kernel for ``target`` with the CuTe DSL; seconds of work.
 
     Args:
@@ -107,14 +136,11 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
     """
     check_target(target)
     cute = _import_dsl()
-    from cute_fp8.kernels.gemm_sm120 import GemmSm120, fake_arguments
-    from cute_fp8.kernels.mma import Instruction
-
-    kernel = GemmSm120(config, Instruction.of(target))
-    flags = f"--enable-tvm-ffi --gpu-arch {target} {options}".strip()
+    kernels = import_module(f"cute_fp8.kernels.{config.module}")
     try:
-        with _tracer:
-            return cute.compile(kernel, *fake_arguments(config), options=flags)
+        with cache.dsl_lock:
+            kernel, arguments = kernels.make(config, target)
+            return cute.compile(kernel, *arguments, options=f"{_flags(target)} {options}".strip())
     except Exception as error:
         text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # the DSL writes in colours
         reason = (text.splitlines() or [type(error).__name__])[0]
@@ -122,6 +148,10 @@ def build(config: GemmConfig, target: str, options: str = "") -> Any:
             f"compile: got {config.name} for {target}, must be a kernel and a target that the "
             f"CuTe DSL compiles ({reason})"
         ) from error
+
+
+def _flags(target: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {target}"
 
 
 def _import_dsl() -> Any:
@@ -145,6 +175,9 @@ class CompileReport(list[tuple[str, str, float]]):
 def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """Make kernels ready, so that no later call compiles: before serving, before a graph capture.
 
+    What is not on disk is compiled in several processes, which see no GPU, and put there. With a
+    terminal and ``rich`` there is a progress bar.
+
     Args:
         arch: a CUDA device, whose kernels are then also loaded on it, or a target such as
             ``sm_120a``.
@@ -157,18 +190,59 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
         ValueError: an unknown target, a device without kernels, or ops that match nothing.
         RuntimeError: called inside a capture, or the DSL is missing.
     """
-    from cute_fp8 import cute_backend
-
     device = _as_device(arch)
     target = check_target(str(arch)) if device is None else _target_of_device(device)
-    report = CompileReport()
-    for config in shipped_configs(ops):
+    configs = shipped_configs(ops)
+    _refuse_capture(configs[0])
+    return CompileReport(_watched(_make_ready(configs, target, device), len(configs)))
+
+
+def _watched(lines: Iterable[tuple[str, str, float]], total: int) -> Iterable[Any]:
+    """The lines, under a progress bar if someone is looking and there is one."""
+    if not sys.stderr.isatty():
+        return lines
+    try:
+        from cute_fp8.tables import track
+    except ModuleNotFoundError:
+        return lines
+    return track(lines, "compiling", total)
+
+
+def _make_ready(
+    configs: Sequence[Config], target: str, device: torch.device | None
+) -> Iterator[tuple[str, str, float]]:
+    """Yield a line of the report for each kernel, as soon as it is ready."""
+    from cute_fp8 import cute_backend
+
+    for config, seconds in zip(configs, _fill_disk(configs, target), strict=True):
         start = time.perf_counter()
         kernel = get(config, target, device)
         if device is not None:
             cute_backend.launch_once(kernel, config, device)
-        report.append((config.name, target, time.perf_counter() - start))
-    return report
+        yield config.name, target, seconds + time.perf_counter() - start
+
+
+def _fill_disk(configs: Sequence[Config], target: str) -> Iterator[float]:
+    """Compile in parallel what is neither in memory nor on disk; yield each kernel's seconds.
+
+    Where the disk takes no kernels, or for a single one, nothing is done: ``get`` compiles.
+    """
+    with cache.filling(f"fill-{target}") as can_write:
+        missing: list[tuple[Config, str]] = []
+        if can_write:  # by now another process may have filled it
+            wanted = [config for config in configs if (config, target) not in _kernels]
+            missing = [(c, target) for c in wanted if not cache.has(_key(c, target))]
+        if len(missing) < 2:
+            missing = []
+        with closing(workers.run(_put_on_disk, missing)) as seconds:
+            for config in configs:
+                yield next(seconds) if (config, target) in missing else 0.0
+
+
+def _put_on_disk(kernel: tuple[Config, str]) -> float:
+    start = time.perf_counter()
+    get(*kernel)
+    return time.perf_counter() - start
 
 
 def _as_device(arch: str | torch.device) -> torch.device | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
-from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, GemmConfig
+from cute_fp8.kernels.config import MMA_K, N_MULTIPLE, SCALE_BLOCK_BYTES, Config, RelayoutConfig
 from cute_fp8.problem import GemmProblem, Operands, check_overlap
+from cute_fp8.scales import blocked_numel
 
 #: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
 Launcher = Callable[
@@ -33,6 +35,9 @@ class CuteGemm:
         self.kernel = compiler.get(route.config, route.target, problem.device)
         self.ctas = _sm_count(problem.device)
         self.problem = problem
+        self.blocks: ScaleBlocks | None = None
+        if problem.variant == "mxfp8" and not (problem.sx_blocked and problem.sw_blocked):
+            self.blocks = ScaleBlocks(route.target, problem.device)
 
     def launcher(self) -> Launcher:
         """A function that launches on the current stream.
@@ -42,6 +47,8 @@ class CuteGemm:
         """
         p = self.problem
         launcher = self._plain()
+        if p.variant == "mxfp8" and not (p.sx_blocked and p.sw_blocked):
+            launcher = self._blocking(launcher)
         if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
             launcher = self._reshaping(launcher)
         # With one GPU the current device is always the tensors'.
@@ -109,6 +116,26 @@ class CuteGemm:
 
         return reshape
 
+    def _blocking(self, launch: Launcher) -> Launcher:
+        """Row-major e8m0 scales brought into 128x4 blocks: the weights' once, the tokens' anew."""
+        p, blocks = self.problem, self.blocks
+        assert blocks is not None
+
+        def launch_blocked(
+            xq: Tensor,
+            sx: Tensor,
+            wq: Tensor,
+            sw: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            out: Tensor | None,
+        ) -> Tensor:
+            sx = sx if p.sx_blocked else blocks.of(sx, p.m)
+            sw = sw if p.sw_blocked else blocks.of_weight(sw, p.n)
+            return launch(xq, sx, wq, sw, bias, residual, out)
+
+        return launch_blocked
+
     def _on_its_device(self, launch: Launcher) -> Launcher:
         """With the tensors' device made the current one, and the caller's restored."""
         index = self.problem.device.index
@@ -132,11 +159,17 @@ class CuteGemm:
         if residual is not None:
             residual = residual.as_strided((p.m, p.n), (p.residual_stride, 1))
         with torch.cuda.device(p.device), torch.no_grad():
+            if p.variant == "per_token":
+                sx = sx.as_strided((p.m,), (p.sx_stride,))
+                sw = sw.as_strided((p.n,), (p.sw_stride,))
+            elif self.blocks is not None:
+                sx = sx if p.sx_blocked else self.blocks.of(sx, p.m)
+                sw = sw if p.sw_blocked else self.blocks.of_weight(sw, p.n)
             self.kernel(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
-                sx.as_strided((p.m,), (p.sx_stride,)),
+                sx,
                 wq.as_strided((p.n, p.k), (p.wq_stride, 1)),
-                sw.as_strided((p.n,), (p.sw_stride,)),
+                sw,
                 bias,
                 residual,
                 y.as_strided((p.m, p.n), (p.out_stride, 1)),
@@ -145,27 +178,57 @@ class CuteGemm:
         return y
 
 
-def launch_once(kernel: compiler.Kernel, config: GemmConfig, device: torch.device) -> None:
+class ScaleBlocks:
+    """Row-major e8m0 scales to 128x4 blocks on the GPU, one launch each."""
+
+    def __init__(self, target: str, device: torch.device):
+        self._kernel = compiler.get(RelayoutConfig(), target, device)
+
+    def of(self, scale: Tensor, rows: int) -> Tensor:
+        """The blocked form of ``[..., columns]`` scales of ``rows`` rows, made now."""
+        columns = scale.shape[-1]
+        blocked = scale.new_empty(blocked_numel(rows, columns))
+        self._kernel(scale.view(rows, columns), blocked)
+        return blocked
+
+    def of_weight(self, scale: Tensor, rows: int) -> Tensor:
+        """The blocked form of a weight's scales: kept until they are written to, or freed."""
+        if scale.is_inference():
+            return self.of(scale, rows)  # such a tensor does not tell when it is written to
+        kept = _weight_blocks.get(scale)  # type: ignore[no-untyped-call]
+        if kept is None or kept[0] != scale._version:
+            kept = _weight_blocks[scale] = (scale._version, self.of(scale, rows))
+        return kept[1]
+
+
+#: Weight scales to their version counter and blocked form; an entry dies with its key.
+_weight_blocks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -> None:
     """Run the kernel on a tiny problem: the driver loads its code at the first launch."""
-    m, n, k = 1, N_MULTIPLE, K_MULTIPLE
-    epilogue = config.epilogue
 
     def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        return torch.zeros(shape, dtype=torch.uint8, device=device).to(getattr(torch, dtype))
 
     with torch.cuda.device(device):
-        codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
-        scales = zeros((n,), "float32")
-        kernel(
-            codes[:m],
-            scales[:m],
-            codes,
-            scales,
-            zeros((n,), epilogue.bias) if epilogue.bias else None,
-            zeros((m, n), epilogue.residual) if epilogue.residual else None,
-            zeros((m, n), epilogue.out),
-            1,
-        )
+        scales = zeros((SCALE_BLOCK_BYTES,), "uint8").view(torch.float8_e8m0fnu)
+        if isinstance(config, RelayoutConfig):
+            kernel(scales[:8].view(8, 1), scales)
+        else:
+            m, n, k, epilogue = 1, N_MULTIPLE, MMA_K, config.epilogue
+            codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
+            vector = zeros((n,), "float32")
+            kernel(
+                codes[:m],
+                scales if config.block_scaled else vector[:m],
+                codes,
+                scales if config.block_scaled else vector,
+                zeros((n,), epilogue.bias) if epilogue.bias else None,
+                zeros((m, n), epilogue.residual) if epilogue.residual else None,
+                zeros((m, n), epilogue.out),
+                1,
+            )
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -14,11 +14,12 @@ import torch
 
 from cute_fp8 import torch_backend
 from cute_fp8.kernels.config import GemmConfig
-from cute_fp8.problem import GemmProblem
+from cute_fp8.problem import E4M3, GemmProblem
 from cute_fp8.selection import pick_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
 
+SM120_TARGETS = ("sm_120a", "sm_121a")
 #: Capability patterns; None stands for any minor version.
 SM120_FAMILY = ((12, None),)
 HOPPER = ((9, 0),)
@@ -68,13 +69,19 @@ def _always(problem: GemmProblem) -> str | None:
     return None
 
 
+def _no_mx_output(problem: GemmProblem) -> str | None:
+    return "output is MXFP8, which its epilogue has not" if problem.out_dtype is E4M3 else None
+
+
 TABLE = (
-    Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, ("sm_120a", "sm_121a")),
+    Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
     # On request only: it is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
     Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
     Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),
     Entry("gemm", "per_token", "torch", "tensorwise", TORCH_FP8, torch_backend.tensorwise_refusal),
     Entry("gemm", "per_token", "reference", "gemm", ANY, _always),
+    Entry("gemm", "mxfp8", "cute", "gemm_sm120", SM120_FAMILY, _no_mx_output, SM120_TARGETS),
+    Entry("gemm", "mxfp8", "stand-in", "gemm_sm120", HOPPER, _no_mx_output, ("sm_90a",)),
     Entry("gemm", "mxfp8", "torch", "mxfp8", TORCH_MXFP8, torch_backend.mxfp8_refusal),
     Entry("gemm", "mxfp8", "reference", "gemm", ANY, _always),
 )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
+from cute_fp8.numerics import MX_BLOCK, quantize_fp8, quantize_fp8_activations
+from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.testing import accumulation_bound, inputs
 
 #: Unit roundoff of an output dtype, and the spacing of its denormals.
@@ -32,7 +33,7 @@ _GUARD_ROWS, _GUARD_COLUMNS = 2, 16
 
 @dataclass(frozen=True)
 class GemmCase:
-    """Operands of one call of ``gemm``, per token x per channel."""
+    """Operands of one call of ``gemm``; with e8m0 scales, of its MXFP8 variant."""
 
     xq: Tensor
     sx: Tensor
@@ -101,8 +102,12 @@ class GemmCase:
     def exact(self) -> tuple[Tensor, Tensor]:
         """The float64 result ``[M, N]`` and the allowed absolute error per element, for kernels."""
         a, b = self.xq.double(), self.wq.double()
+        scale = torch.ones((), dtype=torch.float64, device=a.device)
+        if self.sx.dtype is torch.float8_e8m0fnu:
+            a, b = a * _factors(self.sx, self.m, self.k), b * _factors(self.sw, self.n, self.k)
+        else:
+            scale = self.sx.double().view(-1, 1) * self.sw.double().view(1, -1)
         acc, sum_of_abs = a @ b.t(), a.abs() @ b.abs().t()
-        scale = self.sx.double().view(-1, 1) * self.sw.double().view(1, -1)
         scaled = acc * scale
         error = accumulation_bound(self.k, sum_of_abs, "sm_120") * scale.abs()
         magnitude = scaled.abs()
@@ -200,6 +205,57 @@ def exact_case(
     sx = torch.exp2(torch.arange(m) % 5 - 2.0).to(device)
     sw = torch.exp2(torch.arange(n) % 7 - 3.0).to(device)
     return _with_extras(GemmCase(xq, sx, wq, sw, out_dtype=out_dtype), bias, residual, seed)
+
+
+def mxfp8_case(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cuda",
+    exponents: int = 1,
+    base: int = 0,
+    blocked: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+    bias: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+) -> GemmCase:
+    """An MXFP8 case that fp32 computes without rounding if ``exponents`` is 1.
+
+    Codes are integers of at most 2; every block's scale is a random power of two from
+    ``2**-exponents`` to ``2**exponents``. The padding of blocked scales is poisoned with 0xFF.
+
+    Args:
+        base: each 32 of K moves powers of two between the operands: ``2**b`` into A's scales and
+            out of B's, with b random from -base to base. The product does not change.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    xq = _integers((m, k), 2, generator).to(torch.float8_e4m3fn).to(device)
+    wq = _integers((n, k), 2, generator).to(torch.float8_e4m3fn).to(device)
+    shift = torch.randint(-base, base + 1, (1, k // MX_BLOCK), generator=generator)
+    scales = []
+    for rows, sign in ((m, 1), (n, -1)):
+        shape = (rows, k // MX_BLOCK)
+        exponent = torch.randint(-exponents, exponents + 1, shape, generator=generator)
+        scale = (exponent + sign * shift + 127).clamp(0, 254).to(torch.uint8).to(device)
+        scales.append(poisoned_blocks(scale) if blocked else scale.view(torch.float8_e8m0fnu))
+    case = GemmCase(xq, scales[0], wq, scales[1], out_dtype=out_dtype)
+    return _with_extras(case, bias, residual, seed)
+
+
+def poisoned_blocks(scale: Tensor) -> Tensor:
+    """Row-major scale bytes in 128x4 blocks, with 0xFF (NaN) in all padding."""
+    blocked = to_blocked(scale)
+    exists = to_blocked(torch.ones_like(scale))
+    return blocked.masked_fill(exists == 0, 0xFF).view(torch.float8_e8m0fnu)
+
+
+def _factors(scale: Tensor, rows: int, k: int) -> Tensor:
+    """The float64 factor of every code, ``[rows, k]``."""
+    if scale.dim() == 1:
+        scale = from_blocked(scale, rows, k // MX_BLOCK)
+    return scale.double().repeat_interleave(MX_BLOCK, dim=1)
 
 
 def _with_extras(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cute_fp8 import compiler
-from cute_fp8.kernels.config import SMEM_LIMIT_SM120, GemmConfig
+from cute_fp8 import compiler, workers
+from cute_fp8.kernels.config import SMEM_LIMIT_SM120, Config
 from cute_fp8.sass import Code, read_cubin
 from cute_fp8.targets import check_target
 
@@ -40,20 +40,24 @@ class Inspection:
     def as_dict(self) -> dict[str, object]:
         """As JSON-ready data."""
         data = asdict(self)
-        data["code"]["others_per_mma"] = round(self.code.others_per_mma, 4)
+        # None where there is no MMA: JSON has no infinity.
+        loop = self.code.loop_mma
+        data["code"]["others_per_mma"] = round(self.code.others_per_mma, 4) if loop else None
         return data
 
 
-def gate_failures(code: Code, smem_bytes: int, target: str) -> tuple[str, ...]:
+def gate_failures(
+    code: Code, smem_bytes: int, target: str, multiplies: bool = True
+) -> tuple[str, ...]:
     """The gates that a kernel's code does not pass.
 
-    On the sm_120 family the only tensor-core instruction allowed is the block-scaled one: the plain
-    one runs at half rate on GeForce. Everywhere: TMA loads, no local memory, no stack, no spills,
-    the shared-memory limit.
+    ``multiplies``: whether it is a GEMM, which must have MMAs and TMA loads. On the sm_120 family
+    the only MMA allowed is the block-scaled one: the plain one runs at half rate on GeForce.
+    Everywhere: no local memory, no stack, no spills, the shared-memory limit.
     """
     limit = SMEM_LIMIT[target[:5]]
     failures = []
-    if not code.mma:
+    if multiplies and not code.mma:
         failures.append("no tensor-core instruction")
     if target.startswith("sm_12"):
         failures += [
@@ -61,7 +65,7 @@ def gate_failures(code: Code, smem_bytes: int, target: str) -> tuple[str, ...]:
             for name in code.mma
             if not name.startswith("QMMA.SF")
         ]
-    if not code.tma_loads:
+    if multiplies and not code.tma_loads:
         failures.append("no TMA load")
     if code.local or code.stack or code.spills:
         failures.append(f"{code.local} B local, {code.stack} B stack, {code.spills} spills")
@@ -70,7 +74,7 @@ def gate_failures(code: Code, smem_bytes: int, target: str) -> tuple[str, ...]:
     return tuple(failures)
 
 
-def inspect_kernel(config: GemmConfig, target: str) -> Inspection:
+def inspect_kernel(config: Config, target: str) -> Inspection:
     """Compile one kernel for ``target`` and read its machine code.
 
     Raises:
@@ -86,22 +90,25 @@ def inspect_kernel(config: GemmConfig, target: str) -> Inspection:
         if len(cubins) != 1:
             raise RuntimeError(f"inspect: got {len(cubins)} cubins of {config.name}, must be 1")
         code = read_cubin(cubins[0])
-    smem = config.tile.smem_bytes
+    smem = config.smem_bytes
     return Inspection(
         config.name,
         target,
-        config.tile.stages,
+        config.stages,
         smem,
         seconds,
         code,
-        gate_failures(code, smem, target),
+        gate_failures(code, smem, target, config.multiplies),
     )
 
 
 def inspect_kernels(targets: list[str], ops: str | None = None) -> Iterator[Inspection]:
-    """Inspect the shipped kernels that match ``ops``, one after the other."""
+    """Inspect the shipped kernels that match ``ops``, in several processes; results in order."""
     for target in targets:
         check_target(target)
-    for target in targets:
-        for config in compiler.shipped_configs(ops):
-            yield inspect_kernel(config, target)
+    configs = compiler.shipped_configs(ops)
+    return workers.run(_inspect, [(config, target) for target in targets for config in configs])
+
+
+def _inspect(kernel: tuple[Config, str]) -> Inspection:
+    return inspect_kernel(*kernel)

@@ -314,6 +314,7 @@ def _check_mx_scale(
     if tuple(scale.shape) in shapes:
         return False
     if tuple(scale.shape) == (numel,):
+        _check_alignment(name, scale)
         return True
     raise ValueError(
         f"{name}: got shape {tuple(scale.shape)}, must be ({rows}, {cols}) row-major "
@@ -329,11 +330,7 @@ def _row_stride(name: str, tensor: Tensor) -> int:
     columns = tensor.shape[-1]
     if tensor.stride(-1) != 1 and columns > 1:
         raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, must be 1")
-    if _has_storage(tensor) and (past := tensor.data_ptr() % ALIGNMENT):
-        raise ValueError(
-            f"{name}: got an address {past} bytes past a multiple of {ALIGNMENT}, "
-            f"must be {ALIGNMENT}-byte aligned"
-        )
+    _check_alignment(name, tensor)
     if batch_size(tuple(tensor.shape[:-1])) <= 1:
         return columns
     stride = _flat_stride(
@@ -345,6 +342,14 @@ def _row_stride(name: str, tensor: Tensor) -> int:
             f"{name}: got a row stride of {stride_bytes} bytes, must be a multiple of {ALIGNMENT}"
         )
     return stride
+
+
+def _check_alignment(name: str, tensor: Tensor) -> None:
+    if _has_storage(tensor) and (past := tensor.data_ptr() % ALIGNMENT):
+        raise ValueError(
+            f"{name}: got an address {past} bytes past a multiple of {ALIGNMENT}, "
+            f"must be {ALIGNMENT}-byte aligned"
+        )
 
 
 def _flat_stride(

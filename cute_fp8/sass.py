@@ -18,6 +18,8 @@ from pathlib import Path
 FILLER = "UIADD3 URZ, UPT, UPT, URZ, URZ, URZ"
 #: Tensor-core instructions of any generation.
 _MMA = re.compile(r"\b((?:UTC[A-Z]?|[A-Z]G?)MMA(?:\.\w+)*)")
+#: Loads and stores of local memory, predicated or not.
+_LOCAL = re.compile(r"(?:@!?\w+\s+)?(?:STL|LDL)\b")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")
@@ -75,7 +77,7 @@ def read_cubin(path: Path) -> Code:
         stack=stack,
         local=local,
         spills=listing.count("SpillRefill")
-        + sum(text.startswith(("STL", "LDL")) for text in instructions),
+        + sum(_LOCAL.match(text) is not None for text in instructions),
         tma_loads=sum("UTMALDG" in text for text in instructions),
         loop_mma=loop_mma,
         loop_others=sum(FILLER not in text for text in loop) - loop_mma,

@@ -33,10 +33,10 @@ def check_backend(backend: str, name: str = "backend") -> str:
 def _check_tile(config: TileConfig | str | None) -> TileConfig | None:
     if config is None or isinstance(config, TileConfig):
         return config if config is None else config.check()
-    for tile in TILES:
-        if tile.name == config:
-            return tile
-    names = ", ".join(tile.name for tile in TILES)
+    tiles = {tile.name: tile for tiles in TILES.values() for tile in tiles}
+    if config in tiles:
+        return tiles[config]
+    names = ", ".join(tiles)
     raise ValueError(f"config: got {config!r}, must be a TileConfig or one of {names}")
 
 

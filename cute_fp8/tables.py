@@ -13,6 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from cute_fp8.demo import LayerResult, Similarities, Timing
     from cute_fp8.inspection import Inspection
+    from cute_fp8.verify import Proof
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def inspection_table(found: Iterable[Inspection]) -> Table:
             str(i.stages),
             str(i.code.local + i.code.stack),
             str(i.code.spills),
-            f"{i.code.others_per_mma:.2f}",
+            f"{i.code.others_per_mma:.2f}" if i.code.loop_mma else "-",
             f"{i.seconds:.1f}",
             "[red]FAIL[/]" if i.failures else "pass",
         )
@@ -151,4 +152,17 @@ def timing_table(timings: Iterable[Timing], calls: int) -> Table:
         ours, bf16, rowwise = (us.get(n) for n in ("cute_fp8", "torch_bf16", "torch_rowwise"))
         ratios = [f"{t / ours:.2f}" if t and ours else "-" for t in (bf16, rowwise)]
         table.add_row(shape, *(f"{t:.1f}" if t else "-" for t in (ours, bf16, rowwise)), *ratios)
+    return table
+
+
+def proof_table(proofs: Iterable[Proof]) -> Table:
+    """One row per verified kernel."""
+    table = Table(title="races and deadlocks, in every schedule of one small launch")
+    table.add_column("arch")
+    table.add_column("kernel", overflow="fold")
+    table.add_column("verdict")
+    table.add_column("s", justify="right")
+    for proof in proofs:
+        verdict = proof.result if proof.proved else f"[red]{proof.result}[/]"
+        table.add_row(proof.target, proof.kernel, verdict, f"{proof.seconds:.0f}")
     return table

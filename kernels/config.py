@@ -7,13 +7,17 @@ here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WARP_SIZE = 32
 #: The MMA that both the native instruction and its stand-in compute: m16n8k32.
 MMA_M, MMA_N, MMA_K = 16, 8, 32
 #: Shared memory that one block may use on sm_120 and sm_121 (99 KB); sm_90 has more.
 SMEM_LIMIT_SM120 = 101_376
+#: A 128x4 block of e8m0 scales serves 128 rows and 128 of K, a byte for each 32: see
+#: ``cute_fp8/scales.py`` for its order.
+SCALE_BLOCK_ROWS, SCALE_BLOCK_K, SCALE_BLOCK_BYTES = 128, 128, 512
+VARIANTS = ("per_token", "mxfp8")
 #: 64x64: 128 of a thread's 255 registers are accumulators.
 MAX_WARP_TILE = 64 * 64
 #: One 64-bit mbarrier.
@@ -63,16 +67,6 @@ class TileConfig:
         return (self.mma_warps + 1) * WARP_SIZE
 
     @property
-    def stage_bytes(self) -> int:
-        """Bytes that TMA brings per stage: the tiles of A and of B, one byte a code."""
-        return (self.m + self.n) * self.k
-
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of one CTA: the ring, and a full and an empty barrier per stage."""
-        return self.stages * (self.stage_bytes + 2 * MBARRIER_BYTES)
-
-    @property
     def mmas_per_k_tile(self) -> int:
         """MMA instructions of one warp for one stage."""
         return (self.warp_m // MMA_M) * (self.warp_n // MMA_N) * (self.k // MMA_K)
@@ -106,11 +100,6 @@ class TileConfig:
             )
         if self.stages < 2:
             raise ValueError(f"tile {self.name}: stages is {self.stages}, must be at least 2")
-        if self.smem_bytes > SMEM_LIMIT_SM120:
-            raise ValueError(
-                f"tile {self.name}: needs {self.smem_bytes} bytes of shared memory, "
-                f"must be at most {SMEM_LIMIT_SM120}"
-            )
         return self
 
 
@@ -140,14 +129,86 @@ class EpilogueConfig:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One compiled GEMM: tile and epilogue."""
+    """One compiled GEMM: variant, tile and epilogue.
+
+    ``per_token`` has fp32 scales, applied in the epilogue; ``mxfp8`` has e8m0 scales per block of
+    32 along K, applied by the MMA: the tiles of both operands' scales travel with the codes.
+    """
 
     tile: TileConfig
     epilogue: EpilogueConfig
+    variant: str = "per_token"
+
+    #: The module of this package that has the kernel; whether it is made of MMAs fed by TMA.
+    module = "gemm_sm120"
+    multiplies = True
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether scales are read by the MMA."""
+        return self.variant == "mxfp8"
+
+    @property
+    def scale_blocks_a(self) -> int:
+        """128x4 blocks of A's scales per stage; a smaller tile still takes a whole block."""
+        return -(-self.tile.m // SCALE_BLOCK_ROWS) if self.block_scaled else 0
+
+    @property
+    def scale_blocks_b(self) -> int:
+        """128x4 blocks of B's scales per stage."""
+        return -(-self.tile.n // SCALE_BLOCK_ROWS) if self.block_scaled else 0
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring."""
+        return self.tile.stages
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that TMA brings per stage: codes, one byte each, and blocks of scales."""
+        codes = (self.tile.m + self.tile.n) * self.tile.k
+        return codes + (self.scale_blocks_a + self.scale_blocks_b) * SCALE_BLOCK_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA: the ring, and a full and an empty barrier per stage."""
+        return self.tile.stages * (self.stage_bytes + 2 * MBARRIER_BYTES)
 
     @property
     def name(self) -> str:
-        return f"gemm_per_token-{self.tile.name}-{self.epilogue.name}"
+        return f"gemm_{self.variant}-{self.tile.name}-{self.epilogue.name}"
+
+    def check(self, smem_limit: int = SMEM_LIMIT_SM120) -> GemmConfig:
+        """Return self, or raise ``ValueError`` naming the first rule that is broken."""
+        self.tile.check()
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant: got {self.variant!r}, must be one of {', '.join(VARIANTS)}")
+        if self.block_scaled and self.tile.k != SCALE_BLOCK_K:
+            raise ValueError(
+                f"tile {self.tile.name}: k is {self.tile.k}, must be {SCALE_BLOCK_K} for MXFP8 "
+                "(one 128x4 block of scales)"
+            )
+        if self.smem_bytes > smem_limit:
+            raise ValueError(
+                f"tile {self.tile.name}: {self.variant} needs {self.smem_bytes} bytes of shared "
+                f"memory, must be at most {smem_limit}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class RelayoutConfig:
+    """The kernel that re-lays row-major e8m0 scales in 128x4 blocks."""
+
+    module = "relayout"
+    multiplies = False
+    name = "relayout_scales"
+    stages = 0
+    smem_bytes = 0
+
+
+#: Any kernel's configuration.
+Config = GemmConfig | RelayoutConfig
 
 
 #: 64x64 warp tiles: the least shared-memory traffic per MMA, and what fits 128 accumulators a
@@ -155,4 +216,8 @@ class GemmConfig:
 TILE_128x128 = TileConfig(128, 128, 128, warps_m=2, warps_n=2, stages=3).check()
 #: For few tokens: the weight tile is what counts, so the ring is deep and the token tile is small.
 TILE_32x64 = TileConfig(32, 64, 128, warps_m=2, warps_n=2, stages=8).check()
-TILES = (TILE_128x128, TILE_32x64)
+#: Each variant's tiles, the large one first; scales take the room of a stage.
+TILES = {
+    "per_token": (TILE_128x128, TILE_32x64),
+    "mxfp8": (replace(TILE_128x128, stages=2), replace(TILE_32x64, stages=7)),
+}

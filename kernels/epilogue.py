@@ -79,8 +79,8 @@ class EpilogueOperands(NamedTuple):
     """Global tensors of the epilogue; a part that the configuration leaves out is None."""
 
     out: cute.Tensor  # (m, n)
-    sx: cute.Tensor  # (m,)
-    sw: cute.Tensor  # (n,)
+    sx: Any  # (m,) or None
+    sw: Any  # (n,) or None
     bias: Any  # (n,) or None
     residual: Any  # (m, n) or None
 
@@ -88,10 +88,12 @@ class EpilogueOperands(NamedTuple):
 class Epilogue:
     """The epilogue of one warp tile ``warp_m x warp_n``, specialised by :class:`EpilogueConfig`."""
 
-    def __init__(self, warp_m: int, warp_n: int, config: EpilogueConfig):
+    def __init__(self, warp_m: int, warp_n: int, config: EpilogueConfig, *, scaled: bool):
         self.warp_m = warp_m
         self.warp_n = warp_n
         self.config = config
+        #: Whether scales are applied here; if not, the accumulator carries them.
+        self.scaled = scaled
 
     @cute.jit
     def __call__(
@@ -120,14 +122,16 @@ class Epilogue:
                 # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
                 # nothing.
                 safe_row = cutlass.min(row, m - 1)
-                row_scale = operands.sx[safe_row]
+                row_scale = Float32(1.0)
+                if cutlass.const_expr(self.scaled):
+                    row_scale = operands.sx[safe_row]
                 for group in cutlass.range_constexpr(self.warp_n // GROUP_COLUMNS):
                     column = first_column + group * GROUP_COLUMNS + lane_in_quad * LANE_COLUMNS
                     values = cute.make_rmem_tensor((2, 4), Float32)
                     for j in cutlass.range_constexpr(4):
                         for e in cutlass.range_constexpr(2):
-                            x = acc[half * 2 + e, group * 4 + j, mi] * row_scale
-                            values[e, j] = self._column_part(x, columns, e, group * 4 + j)
+                            x = acc[half * 2 + e, group * 4 + j, mi]
+                            values[e, j] = self._value(x, row_scale, columns, e, group * 4 + j)
                     if cutlass.const_expr(self.config.residual is not None):
                         self._add_residual(
                             values, operands.residual, safe_row, column, n, lane_in_quad
@@ -136,24 +140,32 @@ class Epilogue:
 
     @cute.jit
     def _column_values(self, operands: EpilogueOperands, n: Int32, column: Int32):
-        """Scale and bias of this lane's columns, kept in registers for all rows: ``(2, warp_n /
-        8)`` each.
-        """
+        """Scale and bias of this lane's columns: ``(2, warp_n / 8)`` registers each."""
         shape = (2, self.warp_n // MMA_N)
         scale = cute.make_rmem_tensor(shape, Float32)
         bias = cute.make_rmem_tensor(shape, Float32)
         for j in cutlass.range_constexpr(self.warp_n // MMA_N):
             for e in cutlass.range_constexpr(2):
                 safe_column = cutlass.min(column + j * MMA_N + e, n - 1)
-                scale[e, j] = operands.sw[safe_column]
+                if cutlass.const_expr(self.scaled):
+                    scale[e, j] = operands.sw[safe_column]
                 if cutlass.const_expr(self.config.bias is not None):
                     bias[e, j] = operands.bias[safe_column].to(Float32)
         return scale, bias
 
     @cute.jit
-    def _column_part(self, x: Float32, columns, e: cutlass.Constexpr, j: cutlass.Constexpr):
+    def _value(
+        self,
+        x: Float32,
+        row_scale: Float32,
+        columns,
+        e: cutlass.Constexpr,
+        j: cutlass.Constexpr,
+    ):
+        """One output before its residual, from its accumulator."""
         scale, bias = columns
-        x = x * scale[e, j]
+        if cutlass.const_expr(self.scaled):
+            x = x * row_scale * scale[e, j]
         if cutlass.const_expr(self.config.bias is not None):
             x = x + bias[e, j]
         return activate(self.config.activation, x)

@@ -1,30 +1,38 @@
 """The MMA seam: the one place that knows the tensor-core instruction.
 
-``mma_m16n8k32`` multiplies one 16x32 tile of e4m3 codes of A by one 8x32 tile of B and adds to a
-16x8 fp32 accumulator. Two instructions serve it with the same register contract (PTX ISA, "Matrix
-multiply-accumulate operation using mma instruction", fragments of ``m16n8k32`` with 8-bit types):
+``mma_m16n8k32`` multiplies one 16x32 tile of e4m3 codes of A by one 8x32 tile of B, scales the
+product by one e8m0 scale per row of A and per column of B, and adds it to a 16x8 fp32 accumulator.
+Two instructions serve it with the same register contract (PTX ISA, "Matrix multiply-accumulate
+operation using mma instruction", fragments of ``m16n8k32`` with 8-bit types):
 
 ``BLOCK_SCALE``
-    sm_120a, sm_121a. ``mma.sync ... kind::mxf8f6f4.block_scale`` (SASS ``QMMA.SF``), fed *unit*
-    scales: ue8m0 byte 127 is 2^0, so the product is the plain e4m3 GEMM. GeForce runs the plain FP8
-    MMA with fp32 accumulation at half rate and this one at full rate; the scales cost one constant
-    register.
+    sm_120a, sm_121a. ``mma.sync ... kind::mxf8f6f4.block_scale`` (SASS ``QMMA.SF``). Fed *unit*
+    scales, ue8m0 byte 127 for 2^0, it computes the plain e4m3 GEMM: GeForce runs the plain FP8 MMA
+    with fp32 accumulation at half rate and this one at full rate, and the scales cost one constant.
 ``PLAIN``
     The *stand-in*: ``mma.sync ... f32.e4m3.e4m3.f32``, available from sm_89 on. It lets every other
-    part of the sm_120 kernel (TMA, barriers, ``ldmatrix``, epilogue) run on a Hopper GPU.
+    part of the sm_120 kernel (TMA, barriers, ``ldmatrix``, scale layouts, epilogue) run on a Hopper
+    GPU. Scales are applied to its product, each fetched by a warp shuffle from the lane and byte
+    from which the PTX ISA says that the hardware reads it.
+
+Where scales are read (``scale_vec::1X``). Each lane holds a 32-bit register of four scales for A
+and one for B; ``byte_id`` picks the byte. A's row r (0-7) is scaled from lane ``4r + 2 *
+thread_id_a``, its row r + 8 from the lane after; B's column c from lane ``4c + thread_id_b``.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, cute
+from cutlass import Float32, Int16, Int32, cute
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
 #: Four ue8m0 bytes of 127: 2^0 in every byte, whichever one the selector picks.
 UNIT_SCALES = 0x7F7F7F7F
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class Instruction(Enum):
@@ -47,6 +55,16 @@ class Instruction(Enum):
         raise ValueError(f"target: got {target!r}, must be of the sm_12x family, or sm_90a")
 
 
+class Scales(NamedTuple):
+    """This lane's scale registers for one MMA, and which of their bytes and lanes it reads."""
+
+    a: Int32
+    b: Int32
+    byte_id: int
+    thread_id_a: int
+    thread_id_b: int
+
+
 _PTX = {
     Instruction.BLOCK_SCALE: (
         "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
@@ -65,17 +83,15 @@ _CONSTRAINTS = {
 }
 
 
-@dsl_user_op
+@cute.jit
 def mma_m16n8k32(
-    instruction: Instruction,
+    instruction: cutlass.Constexpr,
     a: cute.Tensor,
     b: cute.Tensor,
     c: cute.Tensor,
-    *,
-    loc: object = None,
-    ip: object = None,
-) -> None:
-    """``c += a @ b.T`` for one warp, with unit scales.
+    scales: Scales | None = None,
+):
+    """``c += (a * scale_a) @ (b * scale_b).T`` for one warp; unit scales where there are none.
 
     Args:
         instruction: what to emit; a trace-time constant.
@@ -85,15 +101,41 @@ def mma_m16n8k32(
         b: 8 codes per lane: column ``lane/4``, K halves 0 and 1.
         c: 4 fp32 per lane: rows ``lane/4`` and ``lane/4 + 8``, columns ``2*(lane%4)`` and the next.
     """
+    if cutlass.const_expr(instruction is Instruction.BLOCK_SCALE):
+        if cutlass.const_expr(scales is None):
+            scales = Scales(Int32(UNIT_SCALES), Int32(UNIT_SCALES), 0, 0, 0)
+        _emit(instruction, a, b, c, c, scales)
+    elif cutlass.const_expr(scales is None):
+        _emit(instruction, a, b, c, c, None)
+    else:
+        product = cute.make_rmem_tensor(4, Float32)
+        product.fill(0.0)
+        _emit(instruction, a, b, product, product, None)
+        _add_scaled(c, product, scales)
+
+
+@dsl_user_op
+def _emit(
+    instruction: Instruction,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    c: cute.Tensor,
+    d: cute.Tensor,
+    scales: Scales | None,
+    *,
+    loc: object = None,
+    ip: object = None,
+) -> None:
+    """``d = c + a @ b.T`` by one instruction."""
     words_a = cute.recast_tensor(a, Int32, loc=loc, ip=ip)
     words_b = cute.recast_tensor(b, Int32, loc=loc, ip=ip)
     operands = [words_a[i] for i in range(4)] + [words_b[i] for i in range(2)]
     operands += [c[i] for i in range(4)]
-    if instruction is Instruction.BLOCK_SCALE:
-        # scale register, {byte-id, thread-id} of A, then of B: with unit scales any selector reads
-        # 2^0.
-        operands += [Int32(UNIT_SCALES), Int16(0), Int16(0)] * 2
-    f32 = cutlass.Float32.mlir_type
+    if scales is not None:
+        byte = Int16(scales.byte_id)
+        operands += [scales.a, byte, Int16(scales.thread_id_a)]
+        operands += [scales.b, byte, Int16(scales.thread_id_b)]
+    f32 = Float32.mlir_type
     result = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4),
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],
@@ -106,4 +148,35 @@ def mma_m16n8k32(
         ip=ip,
     )
     for i in range(4):
-        c[i] = cutlass.Float32(llvm.extractvalue(f32, result, [i], loc=loc, ip=ip))
+        d[i] = Float32(llvm.extractvalue(f32, result, [i], loc=loc, ip=ip))
+
+
+@cute.jit
+def _add_scaled(c: cute.Tensor, product: cute.Tensor, scales: Scales):
+    """``c += product * 2^(ea + eb)``, each scale fetched from where the hardware would read it."""
+    lane = cute.arch.lane_idx()
+    for half in cutlass.range_constexpr(2):
+        lane_a = lane // 4 * 4 + 2 * scales.thread_id_a + half
+        byte_a = _byte(cute.arch.shuffle_sync(scales.a, lane_a), scales.byte_id)
+        for e in cutlass.range_constexpr(2):
+            lane_b = (2 * (lane % 4) + e) * 4 + scales.thread_id_b
+            byte_b = _byte(cute.arch.shuffle_sync(scales.b, lane_b), scales.byte_id)
+            exponent = byte_a + byte_b - 2 * _E8M0_BIAS
+            # In two factors: the sum spans 2^-254 to 2^254.
+            first = exponent >> 1
+            scaled = product[2 * half + e] * _exp2(first) * _exp2(exponent - first)
+            is_nan = (byte_a == _E8M0_NAN) | (byte_b == _E8M0_NAN)
+            scaled = Float32(select_(is_nan, Float32(float("nan")), scaled))
+            c[2 * half + e] = c[2 * half + e] + scaled
+
+
+@cute.jit
+def _byte(word: Int32, index: cutlass.Constexpr) -> Int32:
+    return (word >> (8 * index)) & 0xFF
+
+
+@cute.jit
+def _exp2(exponent: Int32) -> Float32:
+    """2^exponent from its bits, for -127 (a denormal) to 127."""
+    bits = Int32(select_(exponent == -_E8M0_BIAS, Int32(1 << 22), (exponent + _E8M0_BIAS) << 23))
+    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))

@@ -11,25 +11,37 @@ Prints one line per call and exits 0 if all results are right; the sanitizer add
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import torch
 
 import cute_fp8
-from cute_fp8.gemm_case import exact_case
-from cute_fp8.kernels.config import TILES
+from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
+from cute_fp8.kernels.config import TILES, TileConfig
+
+
+def cases(variant: str, tile: TileConfig) -> Iterator[GemmCase]:
+    """Small problems with tails everywhere, and one with several tiles per CTA."""
+    make = exact_case if variant == "per_token" else mxfp8_case
+    for m, n, k in ((tile.m + 1, tile.n + 8, 160), (tile.m * 12 + 5, tile.n * 12 + 8, 416)):
+        yield make(m, n, k, bias=torch.float32, residual=torch.float32)
+    if variant == "mxfp8":
+        yield mxfp8_case(tile.m + 1, tile.n + 8, 160, blocked=False)
 
 
 def main() -> int:
+    """Run all of them; 1 if a result is wrong."""
     backend = "cute" if torch.cuda.get_device_capability()[0] == 12 else "stand-in"
     wrong = 0
-    for tile in TILES:
-        for m, n, k in ((tile.m + 1, tile.n + 8, 144), (tile.m * 12 + 5, tile.n * 12 + 8, 400)):
-            case = exact_case(m, n, k, bias=torch.float32, residual=torch.float32)
-            with cute_fp8.use(backend=backend, config=tile):
-                y = case.run()
-            differ = int((y.double() != case.exact()[0]).sum())
-            print(f"{backend} {tile.name} {m}x{n}x{k}: {differ} elements differ", flush=True)
-            wrong += differ
+    for variant, tiles in TILES.items():
+        for tile in tiles:
+            for case in cases(variant, tile):
+                with cute_fp8.use(backend=backend, config=tile):
+                    y = case.run()
+                differ = int((y.double() != case.exact()[0]).sum())
+                shape = f"{case.m}x{case.n}x{case.k}"
+                print(f"{backend} {variant} {tile.name} {shape}: {differ} differ", flush=True)
+                wrong += differ
     return int(wrong > 0)
 
 

@@ -44,7 +44,7 @@ def epilogues(variant: str) -> Iterator[dict[str, Any]]:
 def route_by_design(capability: Any, variant: str, n: int, epilogue: dict[str, Any]) -> str:
     """The table of the design, in words of its own."""
     major, minor = capability or (0, 0)
-    if variant == "mxfp8":
+    if variant == "mxfp8" and (major != 12 or epilogue["out_dtype"] is E4M3):
         return "torch:mxfp8" if major in (10, 12) and n % 16 == 0 else "reference:gemm"
     if major == 12:
         return "cute:gemm_sm120"
@@ -121,10 +121,10 @@ def test_targets_and_tiles_of_the_kernel(capability: Any, backend: str, target: 
         assert found.route is not None
         assert found.route.target == target
         assert target in found.route.entry.targets or target == "sm_120f"
-        names = [tile.name for tile in TILES]
+        names = [tile.name for tile in TILES["per_token"]]
         tile = str(found).rsplit("tile ", 1)[1]
         assert tile in names
-        for pinned in TILES:
+        for pinned in TILES["per_token"]:
             with cute_fp8.use(config=pinned):
                 text = str(explain(m=m, n=64, k=64, capability=capability, backend=backend))
             assert text.endswith(f"for {target}, tile {pinned.name}")
@@ -214,7 +214,7 @@ def test_the_table_prints_every_entry() -> None:
 
 def test_use_nests_and_leaves_what_is_not_named() -> None:
     before = settings.current()
-    small, large = TILES[1], TILES[0]
+    small, large = TILES["per_token"][1], TILES["per_token"][0]
     with cute_fp8.use(backend="reference", config=small):
         with cute_fp8.use(config=large.name):
             assert settings.current() == ("reference", large)
@@ -238,7 +238,7 @@ def test_use_restores_after_an_exception() -> None:
         ({"backend": "cuda"}, r"backend: got 'cuda', must be one of auto, cute, stand-in, torch, "),
         ({"config": "9x9"}, r"config: got '9x9', must be a TileConfig or one of 128x128x128_s3_"),
         ({"config": 7}, r"config: got 7, must be a TileConfig or one of 128x128x128_s3_w2x2, "),
-        ({"config": TileConfig(128, 128, 128, 2, 2, 4)}, r"needs 131136 bytes of shared memory, "),
+        ({"config": TileConfig(128, 128, 32, 2, 2, 4)}, r"tile .*: k is 32, must be 64 or 128 "),
     ],
 )
 def test_use_refuses(arguments: dict[str, Any], message: str) -> None:
@@ -247,6 +247,15 @@ def test_use_refuses(arguments: dict[str, Any], message: str) -> None:
         pass
     assert "\n" not in str(caught.value)
     assert settings.current() == before
+
+
+def test_a_pinned_tile_has_to_suit_the_problem() -> None:
+    problem = {"m": 1, "n": 64, "k": 64, "capability": (12, 0)}
+    for stages, variant in ((4, "per_token"), (3, "mxfp8")):
+        with cute_fp8.use(config=TileConfig(128, 128, 128, 2, 2, stages)):
+            with pytest.raises(ValueError, match=f"s{stages}_w2x2: {variant} needs 1[0-9]+ bytes"):
+                explain(**problem, variant=variant)
+            assert explain(**{**problem, "capability": (10, 0)}).route is not None
 
 
 def test_use_holds_for_its_own_thread_only() -> None:

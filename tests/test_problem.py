@@ -144,12 +144,10 @@ VALUES = [
     ("xq-0d", lambda a: a["xq"][0, 0], "xq: got 0 dimensions, must be [..., K]"),
     ("xq-k-0", lambda a: a["xq"][:, :0], "xq: got K = 0, must be a positive multiple of 16"),
     ("xq-k-88", lambda a: a["xq"][:, :88], "xq: got K = 88, must be a positive multiple of 16"),
-    ("wq-n-0", lambda a: a["wq"][:0], "wq: got N = 0, must be a positive multiple of 8"),
     ("wq-n-60", lambda a: a["wq"][:60], "wq: got N = 60, must be a positive multiple of 8"),
     ("wq-k-80", lambda a: a["wq"][:, :80], "wq: got K = 80, must be 96 as in xq"),
     ("sx-short", lambda a: a["sx"][:5], f"sx: got shape (5,), {SX}"),
     ("sx-row", lambda a: a["sx"][None], f"sx: got shape (1, 6), {SX}"),
-    ("sx-empty", lambda a: a["sx"][:0], f"sx: got shape (0,), {SX}"),
     ("sx-batch", lambda a: {"xq": a["xq"].view(2, 3, K), "sx": a["sx"].view(3, 2)},
      "sx: got shape (3, 2), must be (6,) or (6, 1) or (2, 3) or (2, 3, 1) or one element"),
     ("sw-long", lambda a: a["sw"].repeat(2), f"sw: got shape (128,), {SW}"),
@@ -159,7 +157,6 @@ VALUES = [
     ("bias-row", lambda a: a["bias"][None], "bias: got shape (1, 64), must be (64,)"),
     ("bias-short", lambda a: a["bias"][:56], "bias: got shape (56,), must be (64,)"),
     ("residual-wide", lambda a: zeros(M, 72), "residual: got shape (6, 72), must be (6, 64)"),
-    ("residual-row", lambda a: zeros(N), "residual: got shape (64,), must be (6, 64)"),
     ("residual-batch", lambda a: {"xq": a["xq"].view(2, 3, K)},
      "residual: got shape (6, 64), must be (2, 3, 64)"),
     ("out-short", lambda a: zeros(5, N), "out: got shape (5, 64), must be (6, 64)"),
@@ -171,7 +168,6 @@ VALUES = [
     ("xq-columns", lambda a: columns(a["xq"]), f"xq: got stride 6 {LAST}"),
     ("wq-every-second", lambda a: a["wq"].repeat(1, 2)[:, ::2], f"wq: got stride 2 {LAST}"),
     ("residual-columns", lambda a: columns(a["residual"]), f"residual: got stride 6 {LAST}"),
-    ("out-columns", lambda a: zeros(N, M).t(), f"out: got stride 6 {LAST}"),
     ("xq-8-bytes-on", lambda a: strided(a["xq"], K, 8), f"xq: got an address 8 {ALIGNED}"),
     ("wq-8-bytes-on", lambda a: strided(a["wq"], K, 8), f"wq: got an address 8 {ALIGNED}"),
     ("residual-2-bytes-on", lambda a: strided(a["residual"], N, 1),
@@ -214,7 +210,6 @@ MX_VALUES = [
      f"sx: got shape (3,), must be (1, 3) {BLOCKS}"),
     ("sw-blocks", lambda a: to_blocked(a["sw"]).repeat(2),
      f"sw: got shape (1024,), must be (64, 3) {BLOCKS}"),
-    ("sw-one", lambda a: a["sw"].flatten()[:1], f"sw: got shape (1,), must be (64, 3) {BLOCKS}"),
     ("sw-mixed", lambda a: per_token()["sw"],
      "sw: got torch.float32, must be torch.float8_e8m0fnu as sx is (scales of one kind)"),
     ("sx-columns", lambda a: columns(a["sx"]), "sx: got strides (1, 6), must be contiguous"),
@@ -264,6 +259,15 @@ def test_refusal(
     assert bits(cute_fp8.gemm(**good)) == before
 
 
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_known_plan_still_checks_what_its_key_does_not_hold(name: str) -> None:
+    call = per_token()
+    cute_fp8.gemm(**call, out=zeros(M, N))
+    call.update(overlapping(name)(call))
+    with pytest.raises(ValueError, match=f"^out: got memory that overlaps {name}, must be sep"):
+        cute_fp8.gemm(**call)
+
+
 SCALES_ALLOWED = {
     "sx-column": lambda a: {"sx": a["sx"].view(M, 1)},
     "sx-every-second": lambda a: {"sx": a["sx"].repeat_interleave(2)[::2]},
@@ -271,14 +275,12 @@ SCALES_ALLOWED = {
     "sw-column": lambda a: {"sw": a["sw"].view(N, 1)},
     "sw-row": lambda a: {"sw": a["sw"].view(1, N)},
     "sw-every-second": lambda a: {"sw": a["sw"].repeat_interleave(2)[::2]},
-    "sw-odd-unit-stride": lambda a: {"sw": a["sw"].as_strided((1, N), (7, 1))},
 }
 ALLOWED = {
     "xq-rows-of-112": lambda a: {"xq": strided(a["xq"], 112)},
     "wq-rows-of-128": lambda a: {"wq": strided(a["wq"], 128, 16)},
     "residual-rows-of-72": lambda a: {"residual": strided(a["residual"], 72)},
     "residual-fp32": lambda a: {"residual": a["residual"].float()},
-    "bias-fp16": lambda a: {"bias": a["bias"].half()},
     "bias-fp32": lambda a: {"bias": a["bias"].float()},
     "bias-2-bytes-on": lambda a: {"bias": a["bias"].repeat(2)[1:65].copy_(a["bias"].clone())},
     "out": lambda a: {"out": zeros(M, N)},
@@ -287,8 +289,6 @@ ALLOWED = {
     "fast-accum": lambda a: {"fast_accum": True},
     "parameters": lambda a: {n: torch.nn.Parameter(t, requires_grad=False) for n, t in a.items()},
     "batch": lambda a: batched(a, (2, 3)),
-    "batch-of-one": lambda a: batched(a, (1, 6)),
-    "batch-of-six": lambda a: batched(a, (6, 1)),
     "batch-3d": lambda a: batched(a, (3, 1, 2)),
     "batch-strided": lambda a: {
         "xq": strided(a["xq"], 112).as_strided((2, 3, K), (336, 112, 1)),

@@ -104,6 +104,15 @@ def test_a_fused_residual_is_rounded_once() -> None:
     assert (cute_fp8.gemm(xq, sx, wq, sw) + residual.to(BF16)).tolist() == [[1.0] * 8]
 
 
+def test_scales_are_applied_one_after_the_other() -> None:
+    """Their product may overflow or underflow where the result does not."""
+    for code, sx, sw in ((2.0**-9, 2.0**70, 2.0**69), (256.0, 2.0**-75, 2.0**-76)):
+        codes = torch.zeros((8, 16)).index_fill(1, torch.tensor([0]), code).to(E4M3)
+        scales = torch.full((8,), sx), torch.full((8,), sw)
+        y = cute_fp8.gemm(codes, scales[0], codes, scales[1], out_dtype=FP32)
+        assert (y == code * code * sx * sw).all() and torch.isfinite(y).all() and (y != 0).all()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_scales_make_nan_rows_and_no_others(activation: str | None) -> None:
     case = gemm_case(9, 16, 32, seed=5, device="cpu", kind="nan_rows", activation=activation)

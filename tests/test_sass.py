@@ -201,7 +201,7 @@ def test_resources(read: Callable[..., Code]) -> None:
 
 
 def test_a_cubin_without_a_kernel(read: Callable[..., Code]) -> None:
-    with pytest.raises(RuntimeError, match="no resource usage of kernel.cubin, must be a cubin"):
+    with pytest.raises(RuntimeError, match=r"no resource usage of kernel\.cubin, must be a cubin"):
         read("EXIT", resources="")
 
 

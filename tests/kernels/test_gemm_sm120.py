@@ -26,7 +26,7 @@ REAL_SHAPES = (
 )
 
 
-@pytest.fixture(params=TILES, ids=lambda tile: tile.name)
+@pytest.fixture(params=TILES["per_token"], ids=lambda tile: tile.name)
 def tile(request):
     """Every tile serves every problem: each is forced on all of them."""
     with cute_fp8.use(config=request.param):
@@ -88,7 +88,7 @@ def test_every_epilogue(backend, out_dtype, bias, residual, activation):
         if out_dtype is FP32:
             pytest.skip("the same combination as residual=torch.float32")
     options = {"out_dtype": out_dtype, "bias": bias, "residual": residual, "activation": activation}
-    with cute_fp8.use(config=TILES[1]):
+    with cute_fp8.use(config=TILES["per_token"][1]):
         case = gemm_case(45, 136, 208, seed=5, **options)
         case.check(case.run_guarded())
 
@@ -105,7 +105,7 @@ def test_every_epilogue(backend, out_dtype, bias, residual, activation):
     ],
 )
 def test_epilogues_of_the_large_tile(backend, out_dtype, bias, residual, activation):
-    with cute_fp8.use(config=TILES[0]):
+    with cute_fp8.use(config=TILES["per_token"][0]):
         case = gemm_case(
             300,
             264,

@@ -1,0 +1,321 @@
+"""ARCHS.md, what has been shown per kernel and architecture, from the dispatch table and evidence.
+
+    python -m cute_fp8.archs        # or: make archs
+
+Evidence is every JSON file below ``perf/results`` whose ``kind`` is one of these:
+
+* ``validation``, written by ``python -m cute_fp8 validate`` on a GPU;
+* ``inspection``, written by ``python -m cute_fp8 compile --arch TARGET --json``.
+
+A kernel counts as run on an architecture if one validation on a GPU of that very compute capability
+has its tests passing (``tests/kernels/test_<kernel>*.py``), no other test failing but another
+kernel's, no complaint of the sanitizer, and the tier's checks passing through the kernel's own
+route. Natively it is *measured* if the sweep also timed it there and found the result right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_fp8.dispatch import TABLE, Entry
+from cute_fp8.environment import ROOT, commit, environment
+from cute_fp8.targets import Capability, target_of
+
+if TYPE_CHECKING:
+    from cute_fp8.inspection import Inspection
+
+ARCHS = ROOT / "ARCHS.md"
+RESULTS = ROOT / "perf" / "results"
+
+MEASURED = "measured"
+STAND_IN = "run through the stand-in"
+INSPECTED = "compiled and inspected"
+#: A CuTe kernel serves the GPU and nothing of the above is shown: never to be committed.
+NO_EVIDENCE = "no evidence"
+
+COLUMNS: tuple[tuple[str, Capability | None], ...] = (
+    ("sm_120a (RTX 50, RTX PRO)", (12, 0)),
+    ("sm_121a (DGX Spark)", (12, 1)),
+    ("sm_90a (H100, H200)", (9, 0)),
+    ("sm_100 (B200)", (10, 0)),
+    ("sm_89 (RTX 40, L40)", (8, 9)),
+    ("others, CPU", None),
+)
+VARIANTS = {"per_token": "per token x per channel", "mxfp8": "MXFP8"}
+#: Ops whose routes the tier checks of ``validate`` take.
+CHECKED_OPS = ("gemm",)
+#: Parts of a validation that must not have broken off.
+CRUCIAL = ("tests", "tier", "rows", "sanitizer")
+
+TEXT = """\
+# What has been shown, per kernel and architecture
+
+Written by `make archs` from the dispatch table and the evidence listed below; not by hand. Exactly
+one of these words per cell:
+
+* **measured**: run natively on that architecture, correctness and speed.
+* **run through the stand-in**: the kernel's own code compiled for sm_90a with one instruction
+  replaced, and tested on a Hopper GPU: loads, barriers, `ldmatrix`, schedule, epilogue. Not shown
+  by it: the block-scaled instruction's numerics, and any speed.
+* **compiled and inspected**: machine code for that target, read by `python -m cute_fp8 compile`:
+  only the block-scaled MMA, TMA loads, no spills, no local memory, no stack, shared memory within
+  101,376 bytes.
+* **falls back to**: another implementation serves the GPU.
+
+{matrix}
+
+On sm_90a the stand-in runs only when it is asked for, with `use(backend="stand-in")`. Problems that
+torch does not serve (N no multiple of 16) take the reference where torch is named. torch's MXFP8
+matmul exists on no GPU that this has run on; its glue is tested against an emulation on the CPU.
+
+## Evidence
+
+{evidence}
+
+To add a GPU: run `python -m cute_fp8 validate` on it, from a checkout, and send the file that it
+writes to the project's issue tracker. It goes to `perf/results/<gpu>/`, and `make archs` reads it.
+"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One evidence file: its path below ``perf/results``, and what it holds."""
+
+    name: str
+    data: dict[str, Any]
+
+    def get(self, key: str, kind: type) -> Any:
+        """A value of the expected kind, or an empty one: files come from strangers, too."""
+        value = self.data.get(key)
+        return value if isinstance(value, kind) else kind()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel in one of its uses; no kernel where libraries and the reference do it all."""
+
+    op: str
+    variant: str
+    kernel: str | None
+
+    def __str__(self) -> str:
+        label = f"{self.op}, {VARIANTS.get(self.variant, self.variant)}"
+        return label if self.kernel is None else f"{label}: `{self.kernel}`"
+
+
+def load(folder: Path = RESULTS) -> list[Evidence]:
+    """The evidence below ``folder``. A quick validation is a first look, and none."""
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("quick"):
+            continue
+        if data.get("kind") in ("validation", "inspection"):
+            found.append(Evidence(path.relative_to(folder).as_posix(), data))
+    return found
+
+
+def rows(table: Sequence[Entry] = TABLE) -> list[Row]:
+    """One row for each CuTe kernel of each op and variant, or one without if there is none."""
+    uses = dict.fromkeys((entry.op, entry.variant) for entry in table)
+    found = []
+    for op, variant in uses:
+        entries = [e for e in table if (e.op, e.variant) == (op, variant) and e.targets]
+        kernels: list[str | None] = list(dict.fromkeys(e.kernel for e in entries))
+        found += [Row(op, variant, kernel) for kernel in kernels or [None]]
+    return found
+
+
+def cell(
+    row: Row,
+    capability: Capability | None,
+    evidence: Iterable[Evidence],
+    table: Sequence[Entry] = TABLE,
+) -> str:
+    """What has been shown of a row on GPUs of one compute capability (None: no CUDA GPU)."""
+    evidence = list(evidence)
+    serving = [
+        e for e in table if (e.op, e.variant) == (row.op, row.variant) and e.serves(capability)
+    ]
+    own = [e for e in serving if e.targets and e.kernel == row.kernel]
+    if not own or capability is None:
+        return f"falls back to {_fallback(row, serving)}"
+    native = [entry for entry in own if entry.backend != "stand-in"]
+    kernels = {entry.kernel for entry in table if entry.targets}
+    for entry in native:
+        if any(
+            is_validated(e, entry, capability, kernels) and _is_timed(e, entry) for e in evidence
+        ):
+            return MEASURED
+    for entry in own:
+        if entry not in native and any(
+            is_validated(e, entry, capability, kernels) for e in evidence
+        ):
+            return STAND_IN
+    if not native:
+        # A stand-in that nothing has run is no more than a wish.
+        return f"falls back to {_fallback(row, serving)}"
+    inspected = any(is_inspected(e, entry, capability) for entry in native for e in evidence)
+    return INSPECTED if inspected else NO_EVIDENCE
+
+
+def is_validated(
+    evidence: Evidence, entry: Entry, capability: Capability, kernels: set[str]
+) -> bool:
+    """Whether a validation ran an entry's kernel on such a GPU, and everything about it passed."""
+    if evidence.data.get("kind") != "validation":
+        return False
+    if any(part in evidence.get("errors", dict) for part in CRUCIAL):
+        return False
+    if evidence.get("meta", dict).get("capability") != "{}.{}".format(*capability):
+        return False
+    own, shared = 0, 0
+    for module, counts in evidence.get("tests", dict).items():
+        owner = kernel_of_tests(module, kernels)
+        if owner in (None, entry.kernel):
+            shared += counts.get("failed", 0) + counts.get("error", 0)
+        if owner == entry.kernel:
+            own += counts.get("passed", 0)
+    dirty = any(tool.get("clean") is False for tool in evidence.get("sanitizer", dict).values())
+    if own == 0 or shared or dirty:
+        return False
+    taken = {"op": entry.op, "variant": entry.variant, "route": entry.name}
+    return entry.op not in CHECKED_OPS or taken in evidence.get("covers", list)
+
+
+def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bool:
+    """Whether an entry's kernels were compiled for that GPU's target, and all passed the gates."""
+    target = target_of(capability)
+    if evidence.data.get("kind") != "inspection" or target not in entry.targets:
+        return False
+    found = [
+        inspection
+        for inspection in evidence.get("inspections", list)
+        if inspection["target"] == target
+        and inspection["kernel"].startswith((f"{entry.op}_{entry.variant}-", f"{entry.kernel}-"))
+    ]
+    return bool(found) and not any(inspection["failures"] for inspection in found)
+
+
+def kernel_of_tests(module: str, kernels: Iterable[str]) -> str | None:
+    """The kernel that a test module, named as pytest does, is about; None: about no single one."""
+    stem = next((part for part in module.split(".") if part.startswith("test_")), "")
+    owners = [k for k in kernels if f"{stem}_".startswith(f"test_{k}_")]
+    return max(owners, key=len, default=None)
+
+
+def render(evidence: Sequence[Evidence] | None = None, table: Sequence[Entry] = TABLE) -> str:
+    """The text of ARCHS.md."""
+    evidence = load() if evidence is None else evidence
+    matrix = [("kernel", *(name for name, _ in COLUMNS))]
+    for row in rows(table):
+        cells = [cell(row, capability, evidence, table) for _, capability in COLUMNS]
+        matrix.append((str(row), *cells))
+    matrix += list(_outside(table))
+    listed = [("file", "on", "found")]
+    listed += [(f"[{e.name}](perf/results/{e.name})", _where(e), summary(e)) for e in evidence]
+    return TEXT.format(matrix=_markdown(matrix), evidence=_markdown(listed))
+
+
+def summary(evidence: Evidence) -> str:
+    """One evidence file's outcome, in words."""
+    if evidence.data["kind"] == "inspection":
+        found = evidence.get("inspections", list)
+        bad = sum(bool(inspection["failures"]) for inspection in found)
+        outcome = f"{bad} fail a gate" if bad else "all gates pass"
+        return f"{len(found)} kernels, {outcome}"
+    tests = evidence.get("tests", dict).values()
+    passed, failed = (
+        sum(counts.get(name, 0) for counts in tests for name in names)
+        for names in (("passed",), ("failed", "error"))
+    )
+    parts = [f"{evidence.data.get('backend')}: {passed} tests passed, {failed} failed"]
+    tier = evidence.get("tier", list)
+    if tier:
+        parts.append(f"{sum(bool(check['passed']) for check in tier)} of {len(tier)} tier checks")
+    timed = sum("us" in timing for timing in evidence.get("rows", list))
+    if timed:
+        parts.append(f"{timed} timings")
+    tools = {name: tool.get("clean") for name, tool in evidence.get("sanitizer", dict).items()}
+    for word, clean in (("clean", True), ("with findings", False)):
+        if names := [name for name, value in tools.items() if value is clean]:
+            parts.append(f"{', '.join(names)} {word}")
+    if errors := evidence.get("errors", dict):
+        parts.append(f"broke off in: {', '.join(errors)}")
+    return "; ".join(parts)
+
+
+def inspection_evidence(found: Iterable[Inspection]) -> dict[str, Any]:
+    """What ``compile --json`` prints: an evidence file."""
+    facts = environment()
+    meta = {name: facts[name] for name in ("dsl", "cute_fp8")}
+    meta |= {"commit": commit(), "date": date.today().isoformat()}
+    inspections = [{**i.as_dict(), "seconds": round(i.seconds, 1)} for i in found]
+    return {"kind": "inspection", "meta": meta, "inspections": inspections}
+
+
+def main() -> int:
+    """Rewrite ARCHS.md."""
+    if not (ROOT / "pyproject.toml").is_file():
+        print("cute_fp8.archs: got an installed package, must be a checkout", file=sys.stderr)
+        return 2
+    ARCHS.write_text(render(), encoding="utf-8")
+    print(f"wrote {ARCHS.name}")
+    return 0
+
+
+def _is_timed(evidence: Evidence, entry: Entry) -> bool:
+    """Whether the sweep timed the entry, and its results were right every time."""
+    timings = [
+        row
+        for row in evidence.get("rows", list)
+        if (row.get("op"), row.get("variant"), row.get("route"))
+        == (entry.op, entry.variant, entry.name)
+    ]
+    return bool(timings) and all("us" in row and "failed" not in row for row in timings)
+
+
+def _fallback(row: Row, serving: Sequence[Entry]) -> str:
+    """What serves instead, by default; the stand-in never does."""
+    for entry in serving:
+        if entry.backend == "stand-in" or (entry.targets and entry.kernel == row.kernel):
+            continue
+        if entry.backend == "torch":
+            return "torch `_scaled_mm`" if entry.op == "gemm" else "torch"
+        return "the reference" if entry.backend == "reference" else f"`{entry.kernel}`"
+    return "nothing"
+
+
+def _outside(table: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
+    """Rows for what the dispatch table has no entry for yet."""
+    if not any(entry.op.startswith("quantize") for entry in table):
+        yield ("quantisers", *("falls back to the reference" for _ in COLUMNS))
+
+
+def _where(evidence: Evidence) -> str:
+    meta = evidence.get("meta", dict)
+    if evidence.data["kind"] == "inspection":
+        targets = dict.fromkeys(i["target"] for i in evidence.get("inspections", list))
+        parts = [f"compiled for {', '.join(targets)}", f"DSL {meta.get('dsl')}"]
+    else:
+        parts = [
+            f"{meta.get('gpu')} ({meta.get('capability')})",
+            *(f"{name} {meta.get(name)}" for name in ("driver", "torch")),
+            f"DSL {meta.get('dsl')}",
+        ]
+    return ", ".join([*parts, f"commit {meta.get('commit')}", str(meta.get("date"))])
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    head, *body = ["| " + " | ".join(line) + " |" for line in table]
+    return "\n".join([head, "|" + "---|" * len(table[0]), *body])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

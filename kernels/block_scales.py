@@ -1,0 +1,114 @@
+"""Block scales of the MXFP8 variant: from global memory, in 128x4 blocks, to the MMA's registers.
+
+One block holds the e8m0 scales of 128 rows and 128 of K (``cute_fp8/scales.py`` has a picture): 32
+groups of 16 bytes, group r being the four k-blocks' scales of rows r, r + 32, r + 64 and r + 96. So
+a 32-bit word is one row's scales of four k-blocks: loaded once per stage, its bytes picked by the
+MMA.
+
+A word serves 32 rows of a warp tile: lane ``l`` loads that of row ``l/4 + 8 * (l%4)``, which is
+where the MMA of thread-id 0 (rows 0-15 of A; columns 0-7 of B), 1 and so on looks for it
+(``mma.py``).
+
+Blocks are padded beyond the last row and the last of K, with anything. No padding reaches an MMA:
+such rows and bytes become unit scales on their way into the registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import select_
+
+from .config import SCALE_BLOCK_BYTES, SCALE_BLOCK_K, SCALE_BLOCK_ROWS
+from .mma import UNIT_SCALES
+
+#: 32-bit words of a block; rows that one word per lane serves.
+BLOCK_WORDS, GROUP_ROWS = SCALE_BLOCK_BYTES // 4, 32
+_K_BLOCKS_PER_WORD = 4
+
+
+@cute.jit
+def scale_load_atom(
+    scales: cute.Tensor,
+    rows: Int32,
+    k: Int32,
+    blocks: cutlass.Constexpr,
+    stages: cutlass.Constexpr,
+):
+    """TMA copy of ``blocks`` blocks below each other, 128 of K wide, for a ring of ``stages``."""
+    block_rows = cute.ceil_div(rows, SCALE_BLOCK_ROWS)
+    # A row of blocks is contiguous.
+    row_words = cute.ceil_div(k, SCALE_BLOCK_K) * BLOCK_WORDS
+    words = cute.make_tensor(
+        cute.recast_ptr(scales.iterator, dtype=Int32),
+        cute.make_layout(
+            (block_rows, row_words), stride=(cute.assume(row_words, divby=BLOCK_WORDS), 1)
+        ),
+    )
+    layout = cute.make_layout(
+        (blocks, BLOCK_WORDS, stages), stride=(BLOCK_WORDS, 1, blocks * BLOCK_WORDS)
+    )
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(op, words, layout, (blocks, BLOCK_WORDS))
+
+
+class ScaleSource(NamedTuple):
+    """Where this lane finds its words of one operand in stage 0, and how many rows there are."""
+
+    address: Int32
+    rows_left: Int32
+
+
+@cute.jit
+def scale_source(
+    stages: cute.Tensor,
+    tile_row: Int32,
+    warp_row: Int32,
+    warp_rows: cutlass.Constexpr,
+    rows: Int32,
+    lane: Int32,
+) -> ScaleSource:
+    """For one output tile.
+
+    Args:
+        stages: the ring of one operand's scales, ``(blocks, 128 words, stages)``.
+        tile_row: first row of the CTA tile in the operand; warp_row: of the warp tile within it.
+        warp_rows: rows of the warp tile; of 16, the upper two lanes of a quad repeat the lower.
+        rows: of the operand.
+    """
+    lane_row = lane // 4 + 8 * (lane % min(4, warp_rows // 8))
+    # A CTA tile smaller than a block starts somewhere inside it.
+    row = tile_row % SCALE_BLOCK_ROWS + warp_row + lane_row
+    word = row // SCALE_BLOCK_ROWS * BLOCK_WORDS
+    word += row % GROUP_ROWS * 4 + row % SCALE_BLOCK_ROWS // GROUP_ROWS
+    return ScaleSource(stages.iterator.toint() + 4 * word, rows - tile_row - warp_row - lane_row)
+
+
+@cute.jit
+def load_scale_words(words: cute.Tensor, source: ScaleSource, stage_offset: Int32, k_mask: Int32):
+    """One word per 32 rows of the warp tile: ``(warp rows / 32,)`` registers.
+
+    Args:
+        k_mask: ones in the bytes of k-blocks that exist.
+    """
+    count = cutlass.const_expr(cute.size(words))
+    pointer = cute.make_ptr(
+        Int32, source.address + stage_offset, cute.AddressSpace.smem, assumed_align=4 * count
+    )
+    # The groups of a warp tile lie side by side in the block: one load.
+    words.store(cute.make_tensor(pointer, cute.make_layout(count)).load())
+    for group in cutlass.range_constexpr(count):
+        inside = GROUP_ROWS * group < source.rows_left
+        word = Int32(select_(inside, words[group], Int32(UNIT_SCALES)))
+        words[group] = (word & k_mask) | (Int32(UNIT_SCALES) & ~k_mask)
+
+
+@cute.jit
+def last_k_mask(k_blocks: Int32, k_tiles: Int32) -> Int32:
+    """Ones in the bytes of the last k-tile's k-blocks that exist, 1 to 4 of them."""
+    existing = k_blocks - (k_tiles - 1) * _K_BLOCKS_PER_WORD
+    missing_bits = Uint32(8 * (_K_BLOCKS_PER_WORD - existing))
+    return Int32(Uint32(0xFFFFFFFF) >> missing_bits)

@@ -1,0 +1,119 @@
+"""The proof of the kernels' PTX, and that the proof would notice what it is there to notice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from cute_fp8 import cli, verify
+from cute_fp8.kernels.config import TILES, EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
+from cute_fp8.kernels.launch import describe
+from cute_fp8.verify import build_ptx, check_ptx, problem_of, verify_kernel
+
+#: Two stages: the same code as any number of them, checked in seconds.
+QUICK = GemmConfig(TileConfig(32, 64, 128, 2, 2, stages=2), EpilogueConfig())
+QUICK_MX = GemmConfig(QUICK.tile, QUICK.epilogue, "mxfp8")
+BOTH = pytest.mark.parametrize("config", [QUICK, QUICK_MX], ids=lambda config: config.variant)
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[str, str]:
+    """PTX of the quick kernels, by variant."""
+    return {config.variant: build_ptx(config, "sm_120a") for config in (QUICK, QUICK_MX)}
+
+
+def check(config: GemmConfig, text: str) -> tuple[str, str]:
+    return check_ptx(text, describe(config, *problem_of(config), max_ctas=1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GemmConfig(tile, EpilogueConfig(), variant) for variant, t in TILES.items() for tile in t],
+    ids=lambda config: config.name,
+)
+def test_every_shipped_tile_is_proved(config: GemmConfig) -> None:
+    proof = verify_kernel(config, "sm_120a")
+    assert proof.proved, proof
+
+
+@BOTH
+def test_quick_kernels_are_proved(config: GemmConfig, ptx: dict[str, str]) -> None:
+    assert check(config, ptx[config.variant]) == ("race_free", "")
+
+
+@BOTH
+def test_a_release_without_its_warp_sync_is_reported(
+    config: GemmConfig, ptx: dict[str, str]
+) -> None:
+    """Then the next load may overwrite what a slower lane still reads."""
+    broken, count = re.subn(
+        r"\tbar\.warp\.sync \t-1;\n(\telect\.sync)", r"\1", ptx[config.variant], count=1
+    )
+    assert count == 1
+    result, details = check(config, broken)
+    assert result != "race_free", details
+
+
+@BOTH
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_missing_wait_is_reported(config: GemmConfig, which: int, ptx: dict[str, str]) -> None:
+    """The producer's wait for an empty stage; the MMA warps' first, and their later ones."""
+    waits = list(
+        re.finditer(r"\t\{\n\t\.reg \.pred       P1;.*?\n\t\}\n", ptx[config.variant], re.DOTALL)
+    )
+    assert len(waits) == 3
+    begin, end = waits[which].span()
+    result, details = check(config, ptx[config.variant][:begin] + ptx[config.variant][end:])
+    assert result != "race_free", details
+
+
+@BOTH
+@pytest.mark.parametrize("off", [-16, 16])
+def test_a_wrong_byte_count_is_reported(config: GemmConfig, off: int, ptx: dict[str, str]) -> None:
+    broken, count = re.subn(
+        rf"(mov\.b32 \t%r\d+, ){config.stage_bytes};",
+        rf"\g<1>{config.stage_bytes + off};",
+        ptx[config.variant],
+    )
+    assert count == 1
+    result, details = check(config, broken)
+    assert result != "race_free", details
+
+
+@BOTH
+def test_the_description_must_be_that_of_the_code(config: GemmConfig, ptx: dict[str, str]) -> None:
+    other = QUICK_MX if config is QUICK else QUICK
+    with pytest.raises(RuntimeError, match=r"verify: got parameters of \[.*\] bytes, must be \["):
+        check(other, ptx[config.variant])
+
+
+def test_what_cannot_be_checked_is_no_proof() -> None:
+    proof = verify_kernel(RelayoutConfig(), "sm_120a")
+    assert proof.result == "unsupported"
+    assert not proof.proved
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    results = {"float16": "race_free", "float32": "unsupported", "bfloat16-silu": "race"}
+
+    def fake(config: GemmConfig, target: str) -> verify.Proof:
+        return verify.Proof(config.name, target, results[config.epilogue.name], 1.0, "why")
+
+    monkeypatch.setattr(verify, "verify_kernel", fake)
+    command = ["verify", "--arch", "sm_120a", "--json", "--ops"]
+    assert cli.main([*command, "gemm_per_token-32x64*-float*"]) == 0
+    captured = capsys.readouterr()
+    assert [proof["result"] for proof in json.loads(captured.out)] == ["race_free", "unsupported"]
+    unproved = "not proved: sm_120a gemm_per_token-32x64x128_s8_w2x2-float32: unsupported, why"
+    assert unproved in captured.err.splitlines()
+    assert cli.main([*command, "gemm_per_token-32x64*-bfloat16-silu"]) == 1
+
+
+def test_missing_tool_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.sysconfig, "get_path", lambda name: "/nowhere")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"^sentryward: got nothing on PATH, must be installed"):
+        check_ptx(".entry k(\n.param .u32 k_param_0\n)", describe(QUICK, 1, 8, 16, 1))

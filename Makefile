@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo wheel clean
+.PHONY: help venv test lint format demo archs inspect wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,6 +43,16 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -m cute_fp8 demo
+
+archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in perf/results
+	$(BIN)/python -m cute_fp8.archs
+
+# Evidence for ARCHS.md: run it, and then `make archs`, when a kernel has changed.
+inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was found
+	for arch in sm_120a sm_121a; do \
+		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/static/$$arch.new && \
+		mv perf/results/static/$$arch.new perf/results/static/$$arch.json || exit 1; \
+	done
 
 wheel: $(STAMP) ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build --no-isolation

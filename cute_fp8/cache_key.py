@@ -41,6 +41,7 @@ class Key:
 
     @functools.cached_property
     def digest(self) -> str:
+        """The name of the kernel's file."""
         return hashlib.sha256(self.line).hexdigest()
 
 

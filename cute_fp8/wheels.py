@@ -29,7 +29,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of a RECORD: what ``owner`` says about the file at a path."""
+    """One line of a RECORD: what ``owner``, such as ``libs-base``, says about a file."""
 
     owner: str
     sha256: str
@@ -51,7 +51,7 @@ class Wheels:
     repair: str | None
 
     def __str__(self) -> str:
-        names = ", ".join(n.removeprefix(f"{FAMILY}-") for n in self.versions if n != FAMILY)
+        names = ", ".join(_short_name(name) for name in self.versions if name != FAMILY)
         if self.repair is None:
             return f"ok: every file is its wheel's ({names})" if self.versions else "not installed"
         lines = [f"mixed or damaged ({names}):", *(f"  {fault}" for fault in self.faults[:SHOWN])]
@@ -70,10 +70,10 @@ def check(path: Sequence[str] | None = None) -> Wheels:
     versions = {name: found.version for name, found in sorted(installed.items())}
     faults = []
     if len(set(versions.values())) > 1:
-        pairs = ", ".join(f"{name} {version}" for name, version in versions.items())
+        pairs = ", ".join(f"{_short_name(name)} {version}" for name, version in versions.items())
         faults.append(f"versions differ: {pairs}")
     claims: dict[Path, list[Claim]] = {}
-    for name, distribution in installed.items():
+    for name, distribution in sorted(installed.items()):
         for file, claim in _claims(name, distribution):
             claims.setdefault(file, []).append(claim)
     for file, owners in sorted(claims.items()):
@@ -97,7 +97,8 @@ def file_fault(file: Path, claims: Sequence[Claim]) -> str | None:
         return None
     if len(claims) == 1:
         return f"not what the wheel of {names} has"
-    return f"claimed by {names}, and is {'that of ' + ' and '.join(true) if true else 'neither'}"
+    winner = " and ".join(true) if true else "neither"
+    return f"claimed by {names}, and is what {winner} has"
 
 
 def repair_command(names: Sequence[str]) -> str:
@@ -155,7 +156,14 @@ def _claims(name: str, distribution: metadata.Distribution) -> Iterator[tuple[Pa
         if row[0].startswith("..") or ".dist-info/" in row[0]:
             continue
         file = Path(str(distribution.locate_file(row[0])))
-        yield file, Claim(name, row[1].removeprefix("sha256=").rstrip("="), int(row[2]))
+        yield (
+            file,
+            Claim(_short_name(name), row[1].removeprefix("sha256=").rstrip("="), int(row[2])),
+        )
+
+
+def _short_name(name: str) -> str:
+    return name.removeprefix(f"{FAMILY}-")
 
 
 def _short(file: Path) -> str:

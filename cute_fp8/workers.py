@@ -121,9 +121,10 @@ class _Worker:
 
 def serve() -> None:
     """What a process does: read the function, then an item and write the result until the end."""
-    results = os.fdopen(os.dup(1), "wb")
+    results = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what is printed on the way goes to stderr
-    with suppress(EOFError, KeyboardInterrupt):
+    sys.stdout = sys.stderr
+    with suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
         function = pickle.load(sys.stdin.buffer)
         while True:
             item = pickle.load(sys.stdin.buffer)
@@ -132,8 +133,7 @@ def serve() -> None:
                 reply = function(item), None
             except Exception as error:
                 reply = None, _portable(error)
-            pickle.dump(reply, results)
-            results.flush()
+            results.write(pickle.dumps(reply))
 
 
 def _portable(error: Exception) -> Exception:

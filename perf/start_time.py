@@ -20,7 +20,7 @@ from pathlib import Path
 
 #: What a process with all kernels on disk may take beyond importing torch and the DSL.
 LIMIT = 1.0
-WARM_RUNS = 3
+WARM_RUNS = 2
 STEPS = ("torch", "cuda", "cute_fp8", "dsl", "kernel")
 
 

@@ -292,13 +292,16 @@ def test_what_a_network_folder_may_do(
 ) -> None:
     where, name, error = trouble
     cache.fetch(KEY, Fake)
+    tried: list[object] = []
 
     def fail(*arguments: object, **options: object) -> None:
+        tried.append(arguments)
         raise error
 
     monkeypatch.setattr(where, name, fail)
     fetch_both("object", f"gets no new kernels: {error}")
     assert names(fake, ".tmp") == []
+    assert len(tried) == 1, "and never again"
 
 
 def test_a_lock_that_is_held_for_too_long(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

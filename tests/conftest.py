@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# No test may depend on what an earlier process left on disk; set it to share compilations.
+os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
 
 import cute_fp8
 

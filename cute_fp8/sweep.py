@@ -43,6 +43,8 @@ QUICK_SHAPES = (SHAPES[0], SHAPES[3], SHAPES[6])
 ROTATED_BYTES = 150_000_000
 #: Calls in one CUDA graph, at least; timed replays of it, after some that warm up.
 CALLS, REPLAYS, WARM_UP = 20, 21, 4
+#: The same where a replay is to last so and so long: calls at most, unless there are more copies.
+MOST_CALLS, PACED_REPLAYS, PACED_WARM_UP = 40, 15, 2
 #: Largest relative L2 error of a bf16 output. Rounding makes 0.0017; the short accumulator of
 #: Hopper's FP8 tensor cores adds up to 0.003.
 LIMIT = 0.006
@@ -67,6 +69,8 @@ class Contender:
         exact: ``[M, N]`` in float64 for copy 0; that of copy i is rotated by i along N.
         extra: further keys of its row, such as the route.
         operand_bytes: per element of the operands; outputs have two.
+        rows: which rows of the result ``exact`` holds; None for all.
+        m: how many rows the result has, if ``rows`` names some.
     """
 
     impl: str
@@ -75,9 +79,15 @@ class Contender:
     exact: Tensor
     extra: Mapping[str, str] = field(default_factory=dict)
     operand_bytes: int = 1
+    rows: Tensor | None = None
+    m: int = 0
 
     def error(self, y: Tensor, copy: int = 0) -> float:
         """Relative L2 error of a result; infinite if its shape or any one element is far off."""
+        if self.rows is not None:
+            if y.shape != (self.m, self.exact.shape[1]):
+                return float("inf")
+            y = y[self.rows]
         if y.shape != self.exact.shape:
             return float("inf")
         exact = self.exact.roll(copy, 1)
@@ -178,7 +188,7 @@ def _refused(c: Contender) -> dict[str, str]:
     """``failed``, in words, if a contender refuses its first call or gets it wrong."""
     try:
         error = c.error(c.call(0))
-    except (RuntimeError, TypeError, ValueError) as refusal:
+    except Exception as refusal:  # other packages raise what they like
         text = (str(refusal).strip().splitlines() or [""])[0][:200]
         return {"failed": f"{type(refusal).__name__}: {text}"}
     return {} if error <= LIMIT else {"failed": f"wrong: {_wrong(error)}"}
@@ -188,28 +198,35 @@ def _wrong(error: float) -> str:
     return f"relative L2 error {error:.3g}" if error < float("inf") else "an element is far off"
 
 
-def graph_times(found: Sequence[Contender]) -> dict[str, tuple[list[float], list[Tensor]]]:
+def graph_times(
+    found: Sequence[Contender], *, replay_us: float | None = None
+) -> dict[str, tuple[list[float], list[Tensor]]]:
     """Time contenders by CUDA graphs of back-to-back calls, one call after the other.
 
     Replays take turns, so that a drift of clocks meets all alike.
+
+    Args:
+        replay_us: about how long a replay is to last, in whole rounds over the copies; by default
+            it has a fixed number of calls.
     """
     event: Any = torch.cuda.Event  # untyped in torch
     graphs: dict[str, tuple[Any, int]] = {}
     timed: dict[str, tuple[list[float], list[Tensor]]] = {}
     for c in found:
-        calls = c.copies * -(-CALLS // c.copies)
         results: dict[int, Tensor] = {}
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
+            calls = c.copies * _rounds(c, replay_us)
             with torch.cuda.graph(graph):
                 for i in range(calls):
                     results[i % c.copies] = c.call(i % c.copies)
-        except RuntimeError:
+        except Exception:  # as in `_refused`
             continue
         graphs[c.impl] = graph, calls
         timed[c.impl] = [], list(results.values())
-    for turn in range(-WARM_UP, REPLAYS):
+    paced = replay_us is not None
+    for turn in range(-(PACED_WARM_UP if paced else WARM_UP), PACED_REPLAYS if paced else REPLAYS):
         for impl, (graph, calls) in graphs.items():
             begin, end = (event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -219,6 +236,21 @@ def graph_times(found: Sequence[Contender]) -> dict[str, tuple[list[float], list
             if turn >= 0:
                 timed[impl][0].append(begin.elapsed_time(end) * 1e3 / calls)
     return timed
+
+
+def _rounds(c: Contender, replay_us: float | None) -> int:
+    """How many rounds over the copies make a graph; at least one."""
+    if replay_us is None:
+        return -(-CALLS // c.copies)
+    event: Any = torch.cuda.Event  # untyped in torch
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for i in range(c.copies):
+        c.call(i)
+    end.record()
+    end.synchronize()
+    rounds = replay_us / max(1e-3, begin.elapsed_time(end) * 1e3)
+    return max(1, min(round(rounds), MOST_CALLS // c.copies))
 
 
 def contenders(variant: str, backends: Sequence[str], shape: Shape, device: str) -> list[Contender]:

@@ -6,6 +6,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 OLD_ENOUGH = import sys; sys.exit(sys.version_info < (3, 10))
 
 BIN := .venv/bin
+STATIC := sm_120a sm_121a
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -49,10 +50,10 @@ archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in 
 
 # Evidence for ARCHS.md: run it, and then `make archs`, when a kernel has changed.
 inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was found
-	for arch in sm_120a sm_121a; do \
-		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/static/$$arch.new && \
-		mv perf/results/static/$$arch.new perf/results/static/$$arch.json || exit 1; \
+	for arch in $(STATIC); do \
+		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/static/$$arch.new || exit 1; \
 	done
+	for arch in $(STATIC); do mv perf/results/static/$$arch.new perf/results/static/$$arch.json; done
 
 wheel: $(STAMP) ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build --no-isolation

@@ -8,13 +8,14 @@ entry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cute_fp8 import torch_backend
 from cute_fp8.kernels.config import GemmConfig
-from cute_fp8.problem import E4M3, GemmProblem
+from cute_fp8.numerics import MX_BLOCK
+from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
 from cute_fp8.selection import pick_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
@@ -242,7 +243,7 @@ def explain(
         backend: as in ``use``; by default the current one.
 
     Raises:
-        ValueError: an unknown op, variant or backend.
+        TypeError, ValueError: an unknown op, variant or backend; or what ``gemm`` would refuse.
     """
     from cute_fp8.settings import check_backend, current
 
@@ -254,22 +255,31 @@ def explain(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    problem = GemmProblem(
-        variant=variant,
-        m=m,
-        n=n,
-        k=k,
-        batch=(m,),
-        device=device,
-        out_dtype=out_dtype,
-        xq_stride=k,
-        wq_stride=k,
-        out_stride=n,
-        bias=bias,
-        residual=residual,
-        activation=activation,
-    )
+    if m < 0 or n <= 0 or k <= 0:
+        raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
+    problem = check_gemm(_without_data(m, n, k, variant, bias, residual), activation, out_dtype)
+    problem = replace(problem, device=device)
     settings = current()
     if backend is not None:
         settings = settings._replace(backend=check_backend(backend))
     return walk(problem, capability or capability_of_device(device), settings)
+
+
+def _without_data(
+    m: int, n: int, k: int, variant: str, bias: torch.dtype | None, residual: torch.dtype | None
+) -> Operands:
+    """Contiguous operands that have no memory: what the checks look at, and nothing else."""
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows: tuple[int, ...] = (k // MX_BLOCK,) if variant == "mxfp8" else ()
+    scale = E8M0 if variant == "mxfp8" else torch.float32
+    return Operands(
+        xq=empty(E4M3, m, k),
+        sx=empty(scale, m, *rows),
+        wq=empty(E4M3, n, k),
+        sw=empty(scale, n, *rows),
+        bias=None if bias is None else empty(bias, n),
+        residual=None if residual is None else empty(residual, m, n),
+    )

@@ -151,11 +151,18 @@ def sweep(
         for m, n, k in shapes:
             found = contenders(variant, backends, (m, n, k), device)
             for c, row in zip(found, time_contenders(found, timer or graph_times), strict=True):
-                if us := row.get("us"):
-                    moved = c.operand_bytes * k * (m + n) + 2 * m * n
-                    row["tflops"] = round(2e-6 * m * n * k / us, 2)
-                    row["gbps"] = round(1e-3 * moved / us, 1)
+                row |= rates(row, (m, n, k), c.operand_bytes)
                 yield {"op": "gemm", "variant": variant, "M": m, "N": n, "K": k, **row}
+
+
+def rates(row: Mapping[str, Any], shape: Shape, operand_bytes: int) -> dict[str, float]:
+    """What a row's time comes to; nothing if it has none."""
+    if "us" not in row:
+        return {}
+    m, n, k = shape
+    moved = operand_bytes * k * (m + n) + 2 * m * n
+    tflops, gbps = 2e-6 * m * n * k / row["us"], 1e-3 * moved / row["us"]
+    return {"tflops": float(f"{tflops:.4g}"), "gbps": float(f"{gbps:.4g}")}
 
 
 def time_contenders(found: Sequence[Contender], timer: Timer) -> Iterator[dict[str, Any]]:
@@ -350,9 +357,10 @@ def _pinned(backend: str, call: Callable[[int], Tensor]) -> Callable[[int], Tens
     return pinned
 
 
-def copies_of(weight: Tensor) -> int:
+def copies_of(weight: Tensor, rotated_bytes: int | None = None) -> int:
     """How many copies of a weight to rotate."""
-    return max(2, -(-ROTATED_BYTES // (weight.numel() * weight.element_size())))
+    size = weight.numel() * weight.element_size()
+    return max(2, -(-(rotated_bytes or ROTATED_BYTES) // size))
 
 
 def rotated(tensor: Tensor, copies: int) -> list[Tensor]:

@@ -42,8 +42,6 @@ def tensorwise_refusal(problem: GemmProblem) -> str | None:
 
 def mxfp8_refusal(problem: GemmProblem) -> str | None:
     """Why torch's MXFP8 matmul does not serve ``problem``; None if it does."""
-    if torch.version.cuda is None:
-        return "this torch has no CUDA"
     return _refuse_sizes(problem)
 
 

@@ -63,6 +63,8 @@ def test_every_walk_ends_where_the_design_says(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for m, n, epilogue in product((1, 64, 65, 4096), (64, 72), epilogues(variant)):
+        if epilogue["out_dtype"] is E4M3 and n % 32:
+            continue  # no call at all
         found = explain(
             m=m, n=n, k=64, variant=variant, capability=capability, device=CPU, **epilogue
         )

@@ -216,7 +216,6 @@ def graph_times(
         replay_us: about how long a replay is to last, in whole rounds over the copies; by default
             it has a fixed number of calls.
     """
-    event: Any = torch.cuda.Event  # untyped in torch
     graphs: dict[str, tuple[Any, int]] = {}
     timed: dict[str, tuple[list[float], list[Tensor]]] = {}
     for c in found:
@@ -235,28 +234,28 @@ def graph_times(
     paced = replay_us is not None
     for turn in range(-(PACED_WARM_UP if paced else WARM_UP), PACED_REPLAYS if paced else REPLAYS):
         for impl, (graph, calls) in graphs.items():
-            begin, end = (event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
+            us = _gpu_us(graph.replay)
             if turn >= 0:
-                timed[impl][0].append(begin.elapsed_time(end) * 1e3 / calls)
+                timed[impl][0].append(us / calls)
     return timed
+
+
+def _gpu_us(work: Callable[[], object]) -> float:
+    event: Any = torch.cuda.Event  # untyped in torch
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end) * 1e3)
 
 
 def _rounds(c: Contender, replay_us: float | None) -> int:
     """How many rounds over the copies make a graph; at least one."""
     if replay_us is None:
         return -(-CALLS // c.copies)
-    event: Any = torch.cuda.Event  # untyped in torch
-    begin, end = (event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for i in range(c.copies):
-        c.call(i)
-    end.record()
-    end.synchronize()
-    rounds = replay_us / max(1e-3, begin.elapsed_time(end) * 1e3)
+    us = _gpu_us(lambda: [c.call(i) for i in range(c.copies)])
+    rounds = replay_us / max(1e-3, us)
     return max(1, min(round(rounds), MOST_CALLS // c.copies))
 
 
@@ -266,12 +265,12 @@ def contenders(variant: str, backends: Sequence[str], shape: Shape, device: str)
     generator = torch.Generator(device).manual_seed(m + n + k)
     x, w = (torch.randn((rows, k), device=device, generator=generator) for rows in (m, n))
     make = _per_token if variant == "per_token" else _mxfp8
-    calls, exact, peers = make(x, w / k**0.5)
+    (call, copies), exact, peers = make(x, w / k**0.5)
     ours = [
         Contender(
             impl_of(backend),
-            _pinned(backend, calls.call),
-            calls.copies,
+            _pinned(backend, call),
+            copies,
             exact,
             route_of((backend, variant), shape, device),
         )
@@ -280,10 +279,8 @@ def contenders(variant: str, backends: Sequence[str], shape: Shape, device: str)
     return ours + peers
 
 
-@dataclass(frozen=True)
-class _Calls:
-    call: Callable[[int], Tensor]
-    copies: int
+#: A call of ours by copy of the weight, and how many copies there are.
+_Calls = tuple[Callable[[int], Tensor], int]
 
 
 def _per_token(x: Tensor, w: Tensor) -> tuple[_Calls, Tensor, list[Contender]]:
@@ -304,7 +301,7 @@ def _per_token(x: Tensor, w: Tensor) -> tuple[_Calls, Tensor, list[Contender]]:
             Contender(f"torch_rowwise{suffix}", rowwise, copies, exact),
             Contender(f"torch_tensorwise{suffix}", tensorwise, copies, acc),
         ]
-    return _Calls(lambda i: _gemm(xq, sx, weights[i], scales[i]), copies), exact, peers
+    return (lambda i: _gemm(xq, sx, weights[i], scales[i]), copies), exact, peers
 
 
 def _mxfp8(x: Tensor, w: Tensor) -> tuple[_Calls, Tensor, list[Contender]]:
@@ -320,7 +317,7 @@ def _mxfp8(x: Tensor, w: Tensor) -> tuple[_Calls, Tensor, list[Contender]]:
 
     blocked = _scaled_mm(xq, sx, weights, scales, False)
     peers = [_bf16(x16, w16, exact), Contender("torch_mxfp8", blocked, copies, exact)]
-    return _Calls(lambda i: _gemm(xq, sx, weights[i], scales[i]), copies), exact, peers
+    return (lambda i: _gemm(xq, sx, weights[i], scales[i]), copies), exact, peers
 
 
 def _scaled_mm(

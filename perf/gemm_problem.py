@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import cute_fp8
 from cute_fp8.gemm_case import GemmCase, gemm_case
@@ -38,7 +38,11 @@ def check_epilogue(name: str) -> str:
     """
     parts = name.split("+")
     activations = sum(part in ACTIVATIONS for part in parts)
-    if any(part not in EPILOGUES for part in parts) or activations > 1 or len({*parts}) < len(parts):
+    if (
+        any(part not in EPILOGUES for part in parts)
+        or activations > 1
+        or len({*parts}) < len(parts)
+    ):
         wanted = f"one of {', '.join(EPILOGUES)}, or some joined by +, one activation at most"
         raise ValueError(f"epilogue: got {name!r}, must be {wanted}")
     return name
@@ -69,7 +73,8 @@ def make_case(variant: str, m: int, n: int, k: int, epilogue: str, device: str) 
 def take(case: GemmCase, rows: Tensor | slice) -> GemmCase:
     """The case of some of its tokens."""
     residual = None if case.residual is None else case.residual[rows]
-    return replace(case, xq=case.xq[rows], sx=_take(case.sx, rows), residual=residual)
+    xq = case.xq.view(torch.uint8)[rows].view(case.xq.dtype)
+    return replace(case, xq=xq, sx=_take(case.sx, rows), residual=residual)
 
 
 def _take(scale: Tensor, rows: Tensor | slice) -> Tensor:
@@ -116,20 +121,23 @@ class Wanted:
 class Weight:
     """One weight, its copies, and the tokens for it."""
 
-    def __init__(self, variant: str, epilogue: str, m: int, n: int, k: int, device: str):
+    def __init__(
+        self, variant: str, epilogue: str, shape: Shape, device: str, size: int | None = None
+    ):
+        """``shape``: with the most tokens; ``size``: bytes to rotate, if not the usual."""
+        m, n, k = shape
         self.variant, self.epilogue, self.device = variant, epilogue, device
         self.case = make_case(variant, m, n, k, epilogue, device)
         case = self.case
-        copies = self.copies = copies_of(case.wq)
+        copies = self.copies = copies_of(case.wq, size)
         self.codes = rotated(case.wq, copies)
         self.scales = rotated(case.sw, copies)
         if variant == "mxfp8":
             self.scales = [to_blocked(scale) for scale in self.scales]
-        self.biases = [None] * copies if case.bias is None else rotated(case.bias, copies)
         # One scale each for tensor-wise calls: powers of two, so that bf16 holds code x scale.
         self.one_x, self.one_w = (_one(scale) for scale in (case.sx, case.sw))
         w16 = case.wq.to(torch.bfloat16) * self._factor(case.sw, self.one_w, k)
-        self.copies16 = copies_of(w16)
+        self.copies16 = copies_of(w16, size)
         self.w16 = rotated(w16, self.copies16)
 
     def _factor(self, scale: Tensor, one: Tensor, k: int) -> Tensor:
@@ -163,27 +171,28 @@ class Weight:
                 yield make("cute_fp8_fast", call, self.copies, exact, route)
         if wanted.has("torch_bf16"):
             x16 = case.xq.to(torch.bfloat16) * self._factor(case.sx, self.one_x, case.k)
-            call = _finish(operands, lambda i, bias: F.linear(x16, self.w16[i], bias))
-            yield make("torch_bf16", call, self.copies16, exact16, operand_bytes=2)
-        for impl, (call, tensor_scales) in self._peers(operands).items():
+            bf16 = _finish(operands, lambda i, bias: F.linear(x16, self.w16[i], bias))
+            yield make("torch_bf16", bf16, self.copies16, exact16, operand_bytes=2)
+        for impl, (peer, tensor_scales) in self._peers(operands).items():
             if wanted.has(impl):
                 truth = exact16 if tensor_scales else exact
-                yield make(impl, _finish(operands, call), self.copies, truth)
+                yield make(impl, _finish(operands, peer), self.copies, truth)
+
+    def kernel_scale(self, sx: Tensor) -> Tensor:
+        """The tokens' scales in the order that kernels read."""
+        return to_blocked(sx) if _is_mx(sx) else sx
 
     def _operands(self, case: GemmCase) -> Operands:
-        sx = case.sx
-        if self.variant == "mxfp8":
-            sx = to_blocked(sx)
         copies = max(self.copies, self.copies16)
         residuals: list[Tensor | None] = [None] * copies
         if case.residual is not None:
             residuals = [case.residual.roll(i, 1) for i in range(copies)]
-        biases = list(self.biases)
+        biases: list[Tensor | None] = [None] * copies
         if case.bias is not None:
             biases = list(rotated(case.bias, copies))
         return Operands(
-            case.xq, sx, self.codes, self.scales, biases, residuals, case.activation,
-            self.one_x, self.one_w,
+            case.xq, self.kernel_scale(case.sx), self.codes, self.scales, biases, residuals,
+            case.activation, self.one_x, self.one_w,
         )  # fmt: skip
 
     def _peers(self, operands: Operands) -> dict[str, tuple[Call, bool]]:

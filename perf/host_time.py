@@ -26,18 +26,23 @@ from cute_fp8.problem import Operands, check_gemm
 BATCHES, CALLS = 30, 200
 
 
-def host_us(call: Callable[[], object]) -> float:
+def host_us(
+    call: Callable[[], object],
+    batches: int = BATCHES,
+    calls: int = CALLS,
+    synchronize: Callable[[], object] = torch.cuda.synchronize,
+) -> float:
     """Microseconds of host time per call: the best batch's mean."""
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     best = float("inf")
-    for _ in range(BATCHES):
-        torch.cuda.synchronize()
+    for _ in range(batches):
+        synchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - start) / CALLS)
-    torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / calls)
+    synchronize()
     return best * 1e6
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 #: ``call(i, bias)`` multiplies by copy i of the weight.
 Call = Callable[[int, Tensor | None], Tensor]
@@ -108,3 +108,12 @@ def quack_version() -> str:
         return metadata.version("quack-kernels")
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def names(variant: str) -> list[str]:
+    """The peers' names in result files."""
+    if variant == "mxfp8":
+        return ["torch_bf16", "torch_mxfp8"]
+    scaled = [f"torch_{kind}{fast}" for fast in ("", "_fast") for kind in ("rowwise", "tensorwise")]
+    quack_here = importlib.util.find_spec("quack") is not None
+    return ["torch_bf16", *scaled, *(["quack"] if quack_here else [])]

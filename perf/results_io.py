@@ -48,7 +48,7 @@ def load(path: Path) -> dict[str, Any]:
         ValueError: there is none, or it is half-written, or against the schema; one line.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -24,7 +24,7 @@ def gpu_seconds(call: Callable[[], object]) -> float:
         end.synchronize()
         if turn >= 0:
             times.append(begin.elapsed_time(end) * 1e-3)
-    return sorted(times)[len(times) // 2]
+    return float(sorted(times)[len(times) // 2])
 
 
 def measure() -> dict[str, float]:
@@ -32,20 +32,23 @@ def measure() -> dict[str, float]:
 
     A rate that torch cannot reach here is left out.
     """
-    data = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(data)
-    size = data.numel() * data.element_size()
-    facts = {
-        "read_gbps": round(1e-9 * size / gpu_seconds(lambda: data.sum()), 1),
-        "copy_gbps": round(2e-9 * size / gpu_seconds(lambda: target.copy_(data)), 1),
-    }
-    del data, target
+    facts = _bandwidths()
     for name, dtype in (("matmul_tflops", torch.bfloat16), ("fp8_tflops", torch.float8_e4m3fn)):
         rates = [rate for shape in SIZES if (rate := _rate(shape, dtype))]
         if rates:
             facts[name] = round(max(rates), 1)
     torch.cuda.empty_cache()
     return facts
+
+
+def _bandwidths() -> dict[str, float]:
+    data = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(data)
+    size = data.numel() * data.element_size()
+    return {
+        "read_gbps": round(1e-9 * size / gpu_seconds(lambda: data.sum()), 1),
+        "copy_gbps": round(2e-9 * size / gpu_seconds(lambda: target.copy_(data)), 1),
+    }
 
 
 def _rate(shape: tuple[int, int, int], dtype: torch.dtype) -> float | None:

@@ -41,7 +41,7 @@ def gemm(
         xq: activation codes ``[..., K]`` float8_e4m3fn; M rows in all, M >= 0. Rows contiguous, at
             any one stride that is a multiple of 16 bytes; K a multiple of 16 (MXFP8: 32).
         sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or
-            e8m0 ``[M, K/32]`` row-major, or 1-D in the 128x4 blocks of ``to_blocked``.
+            e8m0 ``[M, K/32]`` row-major (one launch more), or 1-D in ``to_blocked``'s order.
         wq: weight codes ``[N, K]`` float8_e4m3fn, as ``nn.Linear`` has them; N a multiple of 8.
         sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0, as with sx.
         bias: ``[N]`` bf16, fp16 or fp32.

@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cute_fp8.compiler import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
 from cute_fp8.environment import ROOT, commit, environment
 from cute_fp8.targets import Capability, target_of
@@ -90,6 +91,17 @@ class Evidence:
     name: str
     data: dict[str, Any]
 
+    def about(self) -> tuple[str, ...]:
+        """What it says something about; newer evidence about the same takes its place."""
+        if self.data["kind"] == "validation":
+            meta = self.get("meta", dict)
+            return "validation", str(meta.get("gpu")), str(self.data.get("backend"))
+        return "inspection", *sorted({i["target"] for i in self.get("inspections", list)})
+
+    def date(self) -> str:
+        """ISO date, empty if it has none."""
+        return str(self.get("meta", dict).get("date", ""))
+
     def get(self, key: str, kind: type) -> Any:
         """A value of the expected kind, or an empty one: files come from strangers, too."""
         value = self.data.get(key)
@@ -110,15 +122,21 @@ class Row:
 
 
 def load(folder: Path = RESULTS) -> list[Evidence]:
-    """The evidence below ``folder``. A quick validation is a first look, and none."""
-    found = []
+    """The evidence below ``folder``: of each GPU, and of each target, the newest.
+
+    A quick validation is a first look, and none.
+    """
+    found: dict[tuple[str, ...], Evidence] = {}
     for path in sorted(folder.rglob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("quick"):
             continue
         if data.get("kind") in ("validation", "inspection"):
-            found.append(Evidence(path.relative_to(folder).as_posix(), data))
-    return found
+            evidence = Evidence(path.relative_to(folder).as_posix(), data)
+            about = evidence.about()
+            if about not in found or found[about].date() <= evidence.date():
+                found[about] = evidence
+    return sorted(found.values(), key=lambda evidence: evidence.name)
 
 
 def rows(table: Sequence[Entry] = TABLE) -> list[Row]:
@@ -190,17 +208,19 @@ def is_validated(
 
 
 def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bool:
-    """Whether an entry's kernels were compiled for that GPU's target, and all passed the gates."""
+    """Whether all shipped kernels of an entry, compiled for the GPU's target, passed the gates."""
     target = target_of(capability)
     if evidence.data.get("kind") != "inspection" or target not in entry.targets:
         return False
-    found = [
-        inspection
+    prefixes = (f"{entry.op}_{entry.variant}-", f"{entry.kernel}-")
+    found = {
+        inspection["kernel"]: not inspection["failures"]
         for inspection in evidence.get("inspections", list)
-        if inspection["target"] == target
-        and inspection["kernel"].startswith((f"{entry.op}_{entry.variant}-", f"{entry.kernel}-"))
-    ]
-    return bool(found) and not any(inspection["failures"] for inspection in found)
+        if inspection["target"] == target and inspection["kernel"].startswith(prefixes)
+    }
+    shipped = [c for c in shipped_configs() if c.module == entry.kernel]
+    wanted = {c.name for c in shipped if c.name.startswith(prefixes)}
+    return bool(found) and all(found.values()) and wanted <= found.keys()
 
 
 def kernel_of_tests(module: str, kernels: Iterable[str]) -> str | None:

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_fp8.cache_key import Key, must_compile
+from cute_fp8.cache_key import Key, must_compile, sources_changed
 
 VARIABLE = "CUTE_FP8_CACHE_DIR"
 OFF = ("", "0", "off")
@@ -234,6 +234,8 @@ def _load(path: Path, key: Key) -> tuple[Any, str | None]:
             function = _load_object(path)
     except FileNotFoundError:
         return None, None
+    except MemoryError:
+        return None, None  # no fault of the file's
     except Exception as error:
         return None, (str(error).strip() or type(error).__name__).splitlines()[0]
     _count(hits=1)
@@ -272,7 +274,9 @@ def _footer(body: bytes) -> bytes:
 
 
 def _store(path: Path, key: Key, compiled: Any) -> None:
-    """Put a kernel there; its lock is held."""
+    """Put a kernel there, unless the sources have been edited meanwhile; its lock is held."""
+    if sources_changed():
+        return
     temporary = None
     try:
         _remove_stale(path.parent)

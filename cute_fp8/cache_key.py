@@ -92,6 +92,14 @@ def _version(package: str) -> str:
         return "none"
 
 
+def sources_changed() -> bool:
+    """Whether what is traced has been edited since this process made its first key.
+
+    What it compiles then may be of either state, and belongs under no key.
+    """
+    return _surroundings()["sources"] != _digest_of_sources()
+
+
 def _digest_of_sources() -> str:
     """Of everything that is traced."""
     folder = Path(__file__).parent / "kernels"

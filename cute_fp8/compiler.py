@@ -91,7 +91,6 @@ def get(config: Config, target: str, device: torch.device | None = None) -> Kern
     if device is not None and (config, target, device.index) not in _loaded:
         # The driver loads code at its first launch on a device, which a capture forbids.
         _refuse_capture(config)
-        _loaded.add((config, target, device.index))
     kernel = _kernels.get((config, target))
     if kernel is None:
         with _lock:
@@ -102,6 +101,8 @@ def get(config: Config, target: str, device: torch.device | None = None) -> Kern
                 made = cache.fetch(_key(config, target), lambda: build(config, target))
                 _owners.append(made)
                 kernel = _kernels[config, target] = _bare_function(made)
+    if device is not None:
+        _loaded.add((config, target, device.index))
     return kernel
 
 
@@ -121,7 +122,8 @@ def _refuse_capture(config: Config) -> None:
     if is_capturing():
         raise RuntimeError(
             f"gemm: got a first use of {config.name} inside a CUDA graph capture, "
-            "must be compiled before: call it once, or cute_fp8.compile(device), outside"
+            "must be compiled before: call it once, or cute_fp8.compile(device) if it is among "
+            "what that makes ready, outside"
         )
 
 
@@ -173,7 +175,10 @@ class CompileReport(list[tuple[str, str, float]]):
 
 
 def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
-    """Make kernels ready, so that no later call compiles: before serving, before a graph capture.
+    """Make the usual kernels ready: before serving, before a graph capture.
+
+    Every tile with the epilogues of :data:`EPILOGUES`; another combination compiles at its first
+    call, so call it once.
 
     What is not on disk is compiled in several processes, which see no GPU, and put there. With a
     terminal and ``rich`` there is a progress bar.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
@@ -117,7 +116,11 @@ class CuteGemm:
         return reshape
 
     def _blocking(self, launch: Launcher) -> Launcher:
-        """Row-major e8m0 scales brought into 128x4 blocks: the weights' once, the tokens' anew."""
+        """Row-major e8m0 scales brought into 128x4 blocks, one launch each.
+
+        At every call, the weights' too: a kept copy could not tell when its original is written to
+        (through ``.data``, say, or by a graph). Who owns a weight keeps its ``to_blocked`` form.
+        """
         p, blocks = self.problem, self.blocks
         assert blocks is not None
 
@@ -131,7 +134,7 @@ class CuteGemm:
             out: Tensor | None,
         ) -> Tensor:
             sx = sx if p.sx_blocked else blocks.of(sx, p.m)
-            sw = sw if p.sw_blocked else blocks.of_weight(sw, p.n)
+            sw = sw if p.sw_blocked else blocks.of(sw, p.n)
             return launch(xq, sx, wq, sw, bias, residual, out)
 
         return launch_blocked
@@ -164,7 +167,7 @@ class CuteGemm:
                 sw = sw.as_strided((p.n,), (p.sw_stride,))
             elif self.blocks is not None:
                 sx = sx if p.sx_blocked else self.blocks.of(sx, p.m)
-                sw = sw if p.sw_blocked else self.blocks.of_weight(sw, p.n)
+                sw = sw if p.sw_blocked else self.blocks.of(sw, p.n)
             self.kernel(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
                 sx,
@@ -185,24 +188,13 @@ class ScaleBlocks:
         self._kernel = compiler.get(RelayoutConfig(), target, device)
 
     def of(self, scale: Tensor, rows: int) -> Tensor:
-        """The blocked form of ``[..., columns]`` scales of ``rows`` rows, made now."""
+        """The blocked form of ``[..., columns]`` scales of ``rows`` rows."""
+        if not scale.is_contiguous():
+            raise ValueError("scales with gaps: for the full check to say")
         columns = scale.shape[-1]
         blocked = scale.new_empty(blocked_numel(rows, columns))
         self._kernel(scale.view(rows, columns), blocked)
         return blocked
-
-    def of_weight(self, scale: Tensor, rows: int) -> Tensor:
-        """The blocked form of a weight's scales: kept until they are written to, or freed."""
-        if scale.is_inference():
-            return self.of(scale, rows)  # such a tensor does not tell when it is written to
-        kept = _weight_blocks.get(scale)  # type: ignore[no-untyped-call]
-        if kept is None or kept[0] != scale._version:
-            kept = _weight_blocks[scale] = (scale._version, self.of(scale, rows))
-        return kept[1]
-
-
-#: Weight scales to their version counter and blocked form; an entry dies with its key.
-_weight_blocks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from cute_fp8.cute_backend import CuteGemm, Launcher
 from cute_fp8.dispatch import Route, select
 from cute_fp8.problem import (
     ALIGNMENT,
+    E8M0,
     GemmProblem,
     Operands,
     check_gemm,
@@ -107,8 +108,9 @@ def _traits(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _misaligned(operands: Operands) -> bool:
-    matrices = (operands.xq, operands.wq, operands.residual, operands.out)
-    return any(t is not None and t.data_ptr() % ALIGNMENT for t in matrices)
+    aligned = [operands.xq, operands.wq, operands.residual, operands.out]
+    aligned += [t for t in (operands.sx, operands.sw) if t.dtype is E8M0 and t.dim() == 1]
+    return any(t is not None and t.data_ptr() % ALIGNMENT for t in aligned)
 
 
 def _remember(store: dict[Hashable, Any], key: Hashable, value: object) -> None:

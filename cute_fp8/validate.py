@@ -208,6 +208,8 @@ def run_tests(data: Data, quick: bool) -> dict[str, dict[str, int]]:
         done = subprocess.run(command, cwd=ROOT, env=_variables(), check=False)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {done.returncode} and no report")
+        if done.returncode not in (0, 1):
+            raise RuntimeError(f"pytest broke off with status {done.returncode}")
         counts, failures = parse_junit(report.read_text(encoding="utf-8"))
     if failures:
         data["failures"] = failures[:KEPT_FAILURES]

@@ -22,8 +22,10 @@ R = TypeVar("R")
 
 #: Processes at most: each holds torch and the DSL.
 MOST = 8
+#: Not before the working folder, which ``-c`` puts first, is off the path: it may be anyone's.
 _START = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "import sys; sys.path[:] = [folder for folder in sys.path if folder]; "
+    "import pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from cute_fp8.workers import serve; serve()"
 )
 

@@ -188,12 +188,26 @@ class GemmConfig:
                 f"tile {self.tile.name}: k is {self.tile.k}, must be {SCALE_BLOCK_K} for MXFP8 "
                 "(one 128x4 block of scales)"
             )
+        if self.block_scaled and not self._fits_scale_blocks():
+            raise ValueError(
+                f"tile {self.tile.name}: m and n must divide {SCALE_BLOCK_ROWS} or be multiples of "
+                "it, a warp tile's sides powers of two, for MXFP8 (128x4 blocks of scales)"
+            )
         if self.smem_bytes > smem_limit:
             raise ValueError(
                 f"tile {self.tile.name}: {self.variant} needs {self.smem_bytes} bytes of shared "
                 f"memory, must be at most {smem_limit}"
             )
         return self
+
+    def _fits_scale_blocks(self) -> bool:
+        """Whether no tile straddles a block, nor a warp tile's words of scales an aligned load."""
+        tile = self.tile
+        whole = all(
+            SCALE_BLOCK_ROWS % side == 0 or side % SCALE_BLOCK_ROWS == 0
+            for side in (tile.m, tile.n)
+        )
+        return whole and all(side & (side - 1) == 0 for side in (tile.warp_m, tile.warp_n))
 
 
 @dataclass(frozen=True)

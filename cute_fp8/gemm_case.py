@@ -122,6 +122,17 @@ class GemmCase:
         error = error * _STEEPEST + magnitude * (_EPILOGUE_ROUNDINGS * 2.0**-24)
         return y, error + (y.abs() + error) * roundoff + denormal
 
+    def check_exact(self) -> None:
+        """Run, guarded: right to the last bit everywhere, and nothing else written.
+
+        Raises:
+            AssertionError: otherwise.
+        """
+        y, (exact, _) = self.run_guarded(), self.exact()
+        wrong = int((y.double() != exact).sum())
+        shape = f"M={self.m} N={self.n} K={self.k}"
+        assert wrong == 0, f"{shape}: {wrong} of {y.numel()} elements differ"
+
     def check(self, y: Tensor) -> None:
         """Compare a result with the exact one.
 

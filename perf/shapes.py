@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: M x N x K.
 Shape = tuple[int, int, int]
@@ -21,6 +21,11 @@ SETS: dict[str, tuple[Shape, ...]] = {
 }
 #: What the dry run multiplies: enough for every path, and edges.
 DRY = ((1, 32, 64), (16, 32, 64), (300, 32, 64), (33, 24, 128))
+
+
+def small(shapes: Iterable[Shape]) -> list[Shape]:
+    """The shapes cut down to what a CPU multiplies at once, those that become equal once."""
+    return list(dict.fromkeys((min(m, 8192), min(n, 32), min(k, 128)) for m, n, k in shapes))
 
 
 def numbers(text: str, name: str = "M") -> list[int]:

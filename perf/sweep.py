@@ -68,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--fresh", action="store_true", help="forget an interrupted sweep")
     p.add_argument("--budget", type=float, help="seconds, after which the other shapes are dropped")
     p.add_argument("--peer-seconds", type=float, default=120.0, help="for a peer's tuning, in all")
-    p.add_argument("--dry-run", action="store_true", help="all paths on the CPU; made-up times")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="all paths on the CPU, shapes made small, times made up",
+    )
     return p
 
 
@@ -79,10 +83,12 @@ class Sweep:
         """Raises ValueError, in one line, for what cannot be measured."""
         self.args, self.begun = args, begun
         self.device = "cpu" if args.dry_run else "cuda"
-        dry = args.dry_run and not (args.sets or args.M or args.N or args.K)
-        self.shapes = (
-            list(shapes.DRY) if dry else shapes.shapes_of(args.sets, args.M, args.N, args.K)
-        )
+        if args.dry_run and not (args.sets or args.M or args.N or args.K):
+            self.shapes = list(shapes.DRY)
+        else:
+            self.shapes = shapes.shapes_of(args.sets, args.M, args.N, args.K)
+        if args.dry_run:
+            self.shapes = shapes.small(self.shapes)
         for epilogue in args.epilogues:
             check_epilogue(epilogue)
         if importlib.util.find_spec("jsonschema") is None:  # before, not after the measuring

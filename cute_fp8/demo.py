@@ -362,7 +362,6 @@ def _summary(
     inspections: Sequence[Inspection],
     seconds: float,
 ) -> str:
-    # A verdict that did not pass is false, so None has to be told from it.
     judged = [i.verdict.passed for i in layers if i.verdict is not None]
     passed = sum(not i.failures for i in inspections)
     return (

@@ -103,7 +103,7 @@ def layer_table(layers: Iterable[LayerResult]) -> Table:
             f"{i.verdict.cosine:.5f}",
             f"{i.verdict.rel_l2:.4f}",
             f"{i.verdict.element_ratio:.2f}",
-            "pass" if i.verdict else "[red]FAIL[/]",
+            "pass" if i.verdict.passed else "[red]FAIL[/]",
         )
     return table
 

@@ -124,6 +124,8 @@ class Sweep:
             report.print_result(meta, rows)
             save(out, meta, rows)
             print(f"wrote {out}: {len(rows)} rows, {meta['seconds']:.0f} s in all")
+            if self.args.dry_run:
+                print("This was a dry run: every time above is made up.")
         if self.notes or not alive:
             _say(f"{partial.path} is kept: the same command goes on from there")
         else:

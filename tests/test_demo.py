@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cute_fp8 import demo, demo_model
+from cute_fp8 import demo, demo_model, tables
 from cute_fp8.accuracy import MAX_NORM_DEVIATION, MAX_REL_L2, MIN_COSINE
 from cute_fp8.cli import main
 from cute_fp8.demo_model import PACKAGE, PAIRS, Call, Encoder
@@ -177,3 +177,18 @@ def test_an_output_folder_that_does_not_exist_is_said_first(
 ) -> None:
     assert main(["demo", "--json", str(tmp_path / "no" / "demo.json")]) == 2
     assert "must be in a folder that exists" in capsys.readouterr().err
+
+
+def test_the_table_says_which_layers_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that a wrong scale spoils prints FAIL; a good one prints pass."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    good = demo.study_layer(Call("good", linear, x, linear(x).detach()))
+    spoilt = demo.study_layer(Call("spoilt", linear, x, 1.5 * linear(x).detach()))
+    tables.print_all(tables.layer_table([good, spoilt]))
+    rows = [
+        line for line in capsys.readouterr().out.splitlines() if "good" in line or "spoilt" in line
+    ]
+    assert ["pass" in row for row in rows] == [True, False]
+    assert ["FAIL" in row for row in rows] == [False, True]

@@ -96,12 +96,6 @@ def size() -> Size:
     return Size(len(sizes), sum(sizes))
 
 
-def describe() -> str:
-    """Where the folder is and what it holds, in a few words."""
-    folder, held = location(), size()
-    return f"{folder} ({held.files} kernels, {held.bytes / 1e6:.1f} MB)" if folder else "off"
-
-
 def stats() -> Stats:
     """What this process has asked of the disk so far."""
     return _stats

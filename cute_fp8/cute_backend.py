@@ -46,7 +46,7 @@ class CuteGemm:
         """
         p = self.problem
         launcher = self._plain()
-        if p.variant == "mxfp8" and not (p.sx_blocked and p.sw_blocked):
+        if self.blocks is not None:
             launcher = self._blocking(launcher)
         if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
             launcher = self._reshaping(launcher)
@@ -121,8 +121,6 @@ class CuteGemm:
         At every call, the weights' too: a kept copy could not tell when its original is written to
         (through ``.data``, say, or by a graph). Who owns a weight keeps its ``to_blocked`` form.
         """
-        p, blocks = self.problem, self.blocks
-        assert blocks is not None
 
         def launch_blocked(
             xq: Tensor,
@@ -133,11 +131,20 @@ class CuteGemm:
             residual: Tensor | None,
             out: Tensor | None,
         ) -> Tensor:
-            sx = sx if p.sx_blocked else blocks.of(sx, p.m)
-            sw = sw if p.sw_blocked else blocks.of(sw, p.n)
+            sx, sw = self._in_blocks(sx, sw)
             return launch(xq, sx, wq, sw, bias, residual, out)
 
         return launch_blocked
+
+    def _in_blocks(self, sx: Tensor, sw: Tensor) -> tuple[Tensor, Tensor]:
+        """Both operands' e8m0 scales in 128x4 blocks."""
+        p, blocks = self.problem, self.blocks
+        if blocks is None:
+            return sx, sw
+        return (
+            sx if p.sx_blocked else blocks.of(sx, p.m),
+            sw if p.sw_blocked else blocks.of(sw, p.n),
+        )
 
     def _on_its_device(self, launch: Launcher) -> Launcher:
         """With the tensors' device made the current one, and the caller's restored."""
@@ -165,9 +172,8 @@ class CuteGemm:
             if p.variant == "per_token":
                 sx = sx.as_strided((p.m,), (p.sx_stride,))
                 sw = sw.as_strided((p.n,), (p.sw_stride,))
-            elif self.blocks is not None:
-                sx = sx if p.sx_blocked else self.blocks.of(sx, p.m)
-                sw = sw if p.sw_blocked else self.blocks.of(sw, p.n)
+            else:
+                sx, sw = self._in_blocks(sx, sw)
             self.kernel(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
                 sx,

@@ -42,9 +42,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE_ROWS = 128
-TILE_COLS = 4
-_TILE_BYTES = TILE_ROWS * TILE_COLS
+from cute_fp8.kernels.config import SCALE_BLOCK_BYTES, SCALE_BLOCK_ROWS
+
+TILE_ROWS = SCALE_BLOCK_ROWS
+_TILE_BYTES = SCALE_BLOCK_BYTES
+TILE_COLS = _TILE_BYTES // TILE_ROWS
 _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
 

@@ -324,7 +324,7 @@ def machine_facts() -> dict[str, float]:
     """
     data = torch.randn(1 << 28, device="cuda")  # 1 GiB
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    read, multiply = _seconds(lambda: data.sum()), _seconds(lambda: a @ b)
+    read, multiply = gpu_seconds(lambda: data.sum()), gpu_seconds(lambda: a @ b)
     facts = {
         "read_gbps": round(data.numel() * 4e-9 / read, 1),
         "matmul_tflops": round(2e-12 * 8192**3 / multiply, 1),
@@ -343,7 +343,7 @@ def machine_facts() -> dict[str, float]:
     return facts
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def gpu_seconds(call: Callable[[], object]) -> float:
     """Median duration on the GPU."""
     event: Any = torch.cuda.Event  # untyped in torch
     times = []

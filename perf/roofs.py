@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from cute_fp8.validate import gpu_seconds
+
 #: Shapes whose best rate is the matmul peak: a large one throttles, a small one has fewer waves.
 SIZES = ((2048, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 8192))
-WARM_UP, TURNS = 3, 11
-
-
-def gpu_seconds(call: Callable[[], object]) -> float:
-    """Median duration on the GPU."""
-    event: Any = torch.cuda.Event  # untyped in torch
-    times = []
-    for turn in range(-WARM_UP, TURNS):
-        begin, end = (event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        if turn >= 0:
-            times.append(begin.elapsed_time(end) * 1e-3)
-    return float(sorted(times)[len(times) // 2])
 
 
 def measure() -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 # No test may depend on what an earlier process left on disk; set it to share compilations.
 os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
@@ -37,3 +39,17 @@ def backend(request: pytest.FixtureRequest):
     """Every test that takes this runs the sm_120 kernel, or is skipped."""
     with cute_fp8.use(backend=request.param):
         yield request.param
+
+
+@pytest.fixture
+def launched() -> Callable[[Callable[[], object]], list[str]]:
+    """What a call launches on the GPU: a function from the call to the names of its kernels."""
+
+    def names(call: Callable[[], object]) -> list[str]:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            call()
+            torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        return [event.name for event in recorded.events() if event.device_type == on_gpu]
+
+    return names

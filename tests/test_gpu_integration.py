@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import cute_fp8
 from cute_fp8 import compiler, plan
@@ -72,18 +71,19 @@ def test_compile_of_a_device_makes_capture_safe(backend):
     case.check(y)
 
 
-def test_one_kernel_per_call_and_no_synchronisation(backend):
+def test_one_kernel_per_call_and_no_synchronisation(backend, launched):
     case = gemm_case(64, 128, 256, seed=7, bias=torch.bfloat16, residual=torch.bfloat16)
     case.run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+
+    def run() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             case.run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    on_gpu = [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+    on_gpu = launched(run)
     assert len(on_gpu) == 1, on_gpu
 
 

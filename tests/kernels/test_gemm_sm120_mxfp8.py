@@ -11,7 +11,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import cute_fp8
 from cute_fp8 import compiler
@@ -95,13 +94,10 @@ def test_row_major_scales_give_the_same_bits(backend, tile):
         assert torch.equal(replace(case, sx=row_major.sx).run(), expected)
 
 
-def test_row_major_scales_cost_one_launch_each(backend):
+def test_row_major_scales_cost_one_launch_each(backend, launched):
     case = mxfp8_case(45, 136, 96, seed=8, blocked=False)
     case.run()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        case.run()
-        torch.cuda.synchronize()
-    kernels = [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = launched(case.run)
     assert len(kernels) == 3, kernels
 
 
@@ -119,13 +115,10 @@ def test_row_major_weight_scales_may_be_written_to(backend):
     assert torch.equal(y.double(), case.exact()[0])
 
 
-def test_blocked_scales_cost_one_launch(backend):
+def test_blocked_scales_cost_one_launch(backend, launched):
     case = mxfp8_case(45, 136, 96, seed=9)
     case.run()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        case.run()
-        torch.cuda.synchronize()
-    kernels = [e.name for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = launched(case.run)
     assert len(kernels) == 1, kernels
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
-from cute_fp8.api import gemm
+from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.compiler import compile
 from cute_fp8.dispatch import dispatch_table, explain
+from cute_fp8.gating import interleave_gate_up
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.numerics import (
     FP8_MAX,
@@ -37,6 +38,8 @@ __all__ = [
     "fp8_w8a8_linear",
     "from_blocked",
     "gemm",
+    "gemm_gated",
+    "interleave_gate_up",
     "mxfp8_linear",
     "near_lossless",
     "quantize_fp8",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cute_fp8.plan import launchers, run_gemm
+from cute_fp8.plan import launchers, run_gemm, short_key
 from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
 
@@ -96,8 +96,60 @@ def gemm(
     return run(Operands(xq, sx, wq, sw, bias, residual, out), activation, out_dtype, fast_accum)
 
 
+def gemm_gated(
+    xq: Tensor,
+    sx: Tensor,
+    wq: Tensor,
+    sw: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y = act(gate) * up``: both projections of a gated MLP in one GEMM, rounded once.
+
+    Gate and up are ``xq @ wq.T * sx * sw + bias`` in fp32, of channels that alternate in blocks of
+    8: ``g0..7, u0..7, g8..15, u8..15, ...`` (:func:`cute_fp8.interleave_gate_up`; scales and bias
+    likewise).
+
+    Args:
+        xq, sx, wq, sw, bias: as in :func:`gemm`; N, gate and up together, a multiple of 16.
+        activation: of the gate: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
+        out_dtype, out, fast_accum: as in :func:`gemm`.
+
+    Returns:
+        y ``[..., N/2]``; for ``out_dtype=float8_e4m3fn`` the pair (codes ``[..., N/2]``, blocked
+        e8m0 scales), equal to ``quantize_mxfp8`` of the bf16 result; N/2 a multiple of 32 then.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`gemm`.
+    """
+    operands = Operands(xq, sx, wq, sw, bias, None, out)
+    if _is_plain(operands) and type(fast_accum) is bool:
+        try:
+            launch = launchers[short_key(operands, activation, out_dtype, fast_accum, gated=True)]
+            check_grad(operands)
+            return launch(*operands)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return run_gemm(operands, activation, out_dtype, fast_accum, gated=True)
+    return _call_op(operands, activation, out_dtype, fast_accum, gated=True)
+
+
+def _is_plain(operands: Operands) -> bool:
+    """Whether nothing but the call itself would come of it: no subclass, no tracing, no mode."""
+    return all(type(t) in _PLAIN_OR_NONE for t in operands) and not (
+        _is_compiling() or _dispatch_modes() or _function_modes() or _transforms()
+    )
+
+
 def _call_op(
-    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
+    operands: Operands,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    gated: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Through ``torch.library``, for tracing, subclasses and modes."""
     from cute_fp8 import ops
@@ -109,9 +161,9 @@ def _call_op(
         if out is not None and out.dtype is not out_dtype:
             raise TypeError(f"out: got {out.dtype}, must be {out_dtype}")
     else:
-        check_gemm(operands, activation, out_dtype, fast_accum)
+        check_gemm(operands, activation, out_dtype, fast_accum, gated)
     xq, sx, wq, sw = map(ops.as_bytes, operands[:4])
-    arguments = (xq, sx, wq, sw, operands.bias, operands.residual, activation)
+    arguments = (xq, sx, wq, sw, operands.bias, operands.residual, activation, gated)
     if out is not None:
         torch.ops.cute_fp8.gemm_out(*arguments, fast_accum, out)
         return out

@@ -24,12 +24,12 @@ from cute_fp8.cache_key import Key, key_of
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import (
     OUT_DTYPES,
-    TILES,
     Config,
     EpilogueConfig,
     GemmConfig,
     RelayoutConfig,
 )
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
-from cute_fp8.kernels.config import MMA_K, N_MULTIPLE, SCALE_BLOCK_BYTES, Config, RelayoutConfig
-from cute_fp8.problem import GemmProblem, Operands, check_overlap
+from cute_fp8.kernels.config import (
+    MMA_K,
+    MX_BLOCK,
+    Config,
+    RelayoutConfig,
+    workspace_words,
+)
+from cute_fp8.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.scales import blocked_numel
+from cute_fp8.workspace import workspace
 
 #: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
 Launcher = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Any
 ]
 
 
@@ -30,10 +37,14 @@ class CuteGemm:
     """
 
     def __init__(self, problem: GemmProblem, route: Route):
-        assert route.target is not None and route.config is not None
-        self.kernel = compiler.get(route.config, route.target, problem.device)
+        assert route.target is not None and route.pick is not None
+        self.pick = route.pick
+        self.kernel = compiler.get(self.pick.config, route.target, problem.device)
         self.ctas = _sm_count(problem.device)
         self.problem = problem
+        self.workspace_words = workspace_words(
+            self.pick.config, problem.m, problem.n, self.pick.splits
+        )
         self.blocks: ScaleBlocks | None = None
         if problem.variant == "mxfp8" and not (problem.sx_blocked and problem.sw_blocked):
             self.blocks = ScaleBlocks(route.target, problem.device)
@@ -45,7 +56,7 @@ class CuteGemm:
         what the kernel takes; that need not mean that the call is wrong.
         """
         p = self.problem
-        launcher = self._plain()
+        launcher = self._plain() if self._is_plain else self._with_more()
         if self.blocks is not None:
             launcher = self._blocking(launcher)
         if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
@@ -58,7 +69,7 @@ class CuteGemm:
         p, kernel, ctas = self.problem, self.kernel, self.ctas
         empty_like, contiguous = torch.empty_like, torch.contiguous_format
         # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
-        template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.n)
+        template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.out_columns)
 
         def launch(
             xq: Tensor,
@@ -75,10 +86,54 @@ class CuteGemm:
                 check_overlap(Operands(xq, sx, wq, sw, bias, residual, out))
                 if not out.is_contiguous():
                     raise ValueError("rows of out may overlap: for the full check to say")
-            kernel(xq, sx, wq, sw, bias, residual, out, ctas)
+            kernel(xq, sx, wq, sw, bias, residual, out, None, None, None, ctas)
             return out
 
         return launch
+
+    def _with_more(self) -> Launcher:
+        """The same, for a kernel that also writes scales, or needs a workspace."""
+        p = self.problem
+
+        def launch(
+            xq: Tensor,
+            sx: Tensor,
+            wq: Tensor,
+            sw: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            out: Tensor | None,
+        ) -> Tensor | tuple[Tensor, Tensor]:
+            y = out
+            if y is None:
+                y = torch.empty((p.m, p.out_columns), dtype=p.out_dtype, device=p.device)
+            else:
+                check_overlap(Operands(xq, sx, wq, sw, bias, residual, y))
+                if not y.is_contiguous():
+                    raise ValueError("rows of out may overlap: for the full check to say")
+            return self._launch(xq, sx, wq, sw, bias, residual, y)
+
+        return launch
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.pick.splits == 1 and not self.pick.config.epilogue.mx
+
+    def _launch(self, *matrices: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Launch on matrices and vectors, the output among them."""
+        p, config, splits = self.problem, self.pick.config, self.pick.splits
+        y = matrices[-1]
+        assert y is not None
+        scales = None
+        if config.epilogue.mx:
+            numel = blocked_numel(p.m, p.out_columns // MX_BLOCK)
+            scales = torch.empty(numel, dtype=E8M0, device=p.device)
+        if splits == 1:
+            self.kernel(*matrices, scales, None, None, self.ctas)
+        else:
+            scratch = workspace(p.device, self.workspace_words)
+            self.kernel(*matrices, scales, scratch, splits, self.ctas)
+        return y if scales is None else (y, scales)
 
     def _reshaping(self, launch: Launcher) -> Launcher:
         """Any accepted shapes, seen as matrices and vectors; every view costs about 1 us."""
@@ -101,7 +156,7 @@ class CuteGemm:
             bias: Tensor | None,
             residual: Tensor | None,
             out: Tensor | None,
-        ) -> Tensor:
+        ) -> Tensor | tuple[Tensor, Tensor]:
             if not p.sx_is_vector:
                 sx = sx.reshape(-1).expand(p.m)
             if not p.sw_is_vector:
@@ -110,7 +165,10 @@ class CuteGemm:
                 return launch(xq, sx, wq, sw, bias, residual, out)
             matrix = rows(xq, p.k)
             assert matrix is not None
-            y = launch(matrix, sx, wq, sw, bias, rows(residual, p.n), rows(out, p.n))
+            columns = p.out_columns
+            y = launch(matrix, sx, wq, sw, bias, rows(residual, columns), rows(out, columns))
+            if isinstance(y, tuple):
+                return y[0].view(p.out_shape), y[1]
             return y.view(p.out_shape) if out is None else out
 
         return reshape
@@ -158,7 +216,7 @@ class CuteGemm:
 
         return launch_there
 
-    def run(self, operands: Operands) -> Tensor:
+    def run(self, operands: Operands) -> Tensor | tuple[Tensor, Tensor]:
         """Launch with the strides of the checked problem, whatever torch calls them.
 
         The slow way, for what a launcher does not take: rows with gaps under batch dimensions or in
@@ -167,24 +225,23 @@ class CuteGemm:
         p, (xq, sx, wq, sw, bias, residual, out) = self.problem, operands
         y = torch.empty(p.out_shape, dtype=p.out_dtype, device=p.device) if out is None else out
         if residual is not None:
-            residual = residual.as_strided((p.m, p.n), (p.residual_stride, 1))
+            residual = residual.as_strided((p.m, p.out_columns), (p.residual_stride, 1))
         with torch.cuda.device(p.device), torch.no_grad():
             if p.variant == "per_token":
                 sx = sx.as_strided((p.m,), (p.sx_stride,))
                 sw = sw.as_strided((p.n,), (p.sw_stride,))
             else:
                 sx, sw = self._in_blocks(sx, sw)
-            self.kernel(
+            done = self._launch(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
                 sx,
                 wq.as_strided((p.n, p.k), (p.wq_stride, 1)),
                 sw,
                 bias,
                 residual,
-                y.as_strided((p.m, p.n), (p.out_stride, 1)),
-                self.ctas,
+                y.as_strided((p.m, p.out_columns), (p.out_stride, 1)),
             )
-        return y
+        return (y, done[1]) if isinstance(done, tuple) else y
 
 
 class ScaleBlocks:
@@ -210,21 +267,29 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
         return torch.zeros(shape, dtype=torch.uint8, device=device).to(getattr(torch, dtype))
 
     with torch.cuda.device(device):
-        scales = zeros((SCALE_BLOCK_BYTES,), "uint8").view(torch.float8_e8m0fnu)
+
+        def scales(rows: int) -> Tensor:
+            return zeros((blocked_numel(rows, 1),), "uint8").view(E8M0)
+
         if isinstance(config, RelayoutConfig):
-            kernel(scales[:8].view(8, 1), scales)
+            kernel(scales(1)[:8].view(8, 1), scales(8))
         else:
-            m, n, k, epilogue = 1, N_MULTIPLE, MMA_K, config.epilogue
+            m, n, k, epilogue = 1, config.tile.n, MMA_K, config.epilogue
+            columns = n // 2 if epilogue.gated else n
+            words = workspace_words(config, m, n, 1)
             codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
             vector = zeros((n,), "float32")
             kernel(
                 codes[:m],
-                scales if config.block_scaled else vector[:m],
+                scales(m) if config.block_scaled else vector[:m],
                 codes,
-                scales if config.block_scaled else vector,
+                scales(n) if config.block_scaled else vector,
                 zeros((n,), epilogue.bias) if epilogue.bias else None,
-                zeros((m, n), epilogue.residual) if epilogue.residual else None,
-                zeros((m, n), epilogue.out),
+                zeros((m, columns), epilogue.residual) if epilogue.residual else None,
+                zeros((m, columns), epilogue.out),
+                scales(m) if epilogue.mx else None,
+                zeros((words,), "int32") if config.split_k else None,
+                1 if config.split_k else None,
                 1,
             )
         torch.cuda.current_stream(device).synchronize()

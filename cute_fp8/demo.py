@@ -65,7 +65,7 @@ class LayerResult:
         route = self.explanation.route if self.explanation else None
         if route is None:
             return None
-        return route.entry.name + (f" {route.config.tile.name}" if route.config else "")
+        return route.entry.name + (f" {route.pick.name}" if route.pick else "")
 
     def as_dict(self) -> dict[str, object]:
         """As JSON-ready data."""
@@ -268,8 +268,8 @@ def inspect_layers(layers: Sequence[LayerResult]) -> tuple[list[Inspection], lis
         for problem in (i.problem for i in layers if i.problem):
             auto = settings.Settings("auto", None)
             route = walk(problem, capability_of_target(target), auto).route
-            if route is not None and route.config is not None:
-                wanted[target, route.config] = None
+            if route is not None and route.pick is not None:
+                wanted[target, route.pick.config] = None
     found: list[Inspection] = []
     try:
         for target, config in tables.track(wanted, "compiling kernels", len(wanted)):

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_fp8 import torch_backend
-from cute_fp8.kernels.config import GemmConfig
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
-from cute_fp8.selection import pick_config
+from cute_fp8.selection import Pick, pick_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
 
@@ -70,32 +69,30 @@ def _always(problem: GemmProblem) -> str | None:
     return None
 
 
-def _no_mx_output(problem: GemmProblem) -> str | None:
-    return "output is MXFP8, which its epilogue has not" if problem.out_dtype is E4M3 else None
-
-
-TABLE = (
+#: In the order in which they are tried, for each of the ops.
+_GEMM = (
     Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
     # On request only: it is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
     Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
     Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),
     Entry("gemm", "per_token", "torch", "tensorwise", TORCH_FP8, torch_backend.tensorwise_refusal),
     Entry("gemm", "per_token", "reference", "gemm", ANY, _always),
-    Entry("gemm", "mxfp8", "cute", "gemm_sm120", SM120_FAMILY, _no_mx_output, SM120_TARGETS),
-    Entry("gemm", "mxfp8", "stand-in", "gemm_sm120", HOPPER, _no_mx_output, ("sm_90a",)),
+    Entry("gemm", "mxfp8", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
+    Entry("gemm", "mxfp8", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
     Entry("gemm", "mxfp8", "torch", "mxfp8", TORCH_MXFP8, torch_backend.mxfp8_refusal),
     Entry("gemm", "mxfp8", "reference", "gemm", ANY, _always),
 )
+TABLE = (*_GEMM, *(replace(entry, op="gemm_gated") for entry in _GEMM))
 OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
 
 
 @dataclass(frozen=True)
 class Route:
-    """What ``select`` decided: the entry, and for a CuTe kernel its target and configuration."""
+    """What ``select`` decided: the entry, and for a CuTe kernel its target and what was picked."""
 
     entry: Entry
     target: str | None = None
-    config: GemmConfig | None = None
+    pick: Pick | None = None
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,13 @@ class Explanation:
             if self.capability is None
             else "compute capability {}.{}".format(*self.capability)
         )
-        lines = [f"gemm {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
+        lines = [f"{p.op} {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
         lines += [f"  refused {entry.name}: {reason}" for entry, reason in self.refused]
         if self.route is None:
             return "\n".join([*lines, "  no route"])
         taken = f"  takes   {self.route.entry.name}"
-        if self.route.config is not None:
-            taken += f" for {self.route.target}, tile {self.route.config.tile.name}"
+        if self.route.pick is not None:
+            taken += f" for {self.route.target}, tile {self.route.pick.name}"
         return "\n".join([*lines, taken])
 
 
@@ -131,7 +128,7 @@ def walk(problem: GemmProblem, capability: Capability | None, settings: Settings
     """
     refused: list[tuple[Entry, str]] = []
     for entry in TABLE:
-        if entry.op != "gemm" or entry.variant != problem.variant:
+        if entry.op != problem.op or entry.variant != problem.variant:
             continue
         reason = _refusal(entry, problem, capability, settings)
         if reason is None:
@@ -234,7 +231,7 @@ def explain(
     """Which entry a call takes, and why each earlier one was refused; nothing is run or compiled.
 
     Args:
-        op: ``gemm``.
+        op: ``gemm`` or ``gemm_gated``.
         m, n, k: sizes.
         variant: ``per_token`` or ``mxfp8``.
         capability: of a GPU that need not be here, e.g. ``(12, 0)``; by default that of ``device``.
@@ -257,7 +254,8 @@ def explain(
     device = torch.device(device)
     if m < 0 or n <= 0 or k <= 0:
         raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
-    problem = check_gemm(_without_data(m, n, k, variant, bias, residual), activation, out_dtype)
+    operands = _without_data(m, n, k, variant, bias, residual)
+    problem = check_gemm(operands, activation, out_dtype, gated=op == "gemm_gated")
     problem = replace(problem, device=device)
     settings = current()
     if backend is not None:

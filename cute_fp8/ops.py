@@ -20,7 +20,8 @@ from cute_fp8.scales import TILE_COLS, TILE_ROWS
 
 #: The arguments that all three ops begin with, in order.
 _ARGUMENTS = (
-    "Tensor xq, Tensor sx, Tensor wq, Tensor sw, Tensor? bias, Tensor? residual, str? activation"
+    "Tensor xq, Tensor sx, Tensor wq, Tensor sw, Tensor? bias, Tensor? residual, str? activation, "
+    "bool gated"
 )
 
 
@@ -54,18 +55,17 @@ def _operands(
 )
 def gemm(*arguments: Any) -> Tensor:
     """``cute_fp8.gemm`` on uint8 codes; see there."""
-    *tensors, activation, out_dtype, fast_accum = arguments
-    y = run_gemm(_operands(*tensors), activation, out_dtype, fast_accum)
+    *tensors, activation, gated, out_dtype, fast_accum = arguments
+    y = run_gemm(_operands(*tensors), activation, out_dtype, fast_accum, gated)
     assert isinstance(y, Tensor)
     return y
 
 
 @gemm.register_fake
 def _(*arguments: Any) -> Tensor:
-    *tensors, activation, out_dtype, fast_accum = arguments
-    check_gemm(_operands(*tensors), activation, out_dtype, fast_accum)
-    xq, _, wq, *_ = tensors
-    return xq.new_empty((*xq.shape[:-1], wq.shape[0]), dtype=out_dtype)
+    *tensors, activation, gated, out_dtype, fast_accum = arguments
+    problem = check_gemm(_operands(*tensors), activation, out_dtype, fast_accum, gated)
+    return tensors[0].new_empty(problem.out_shape, dtype=out_dtype)
 
 
 @torch.library.custom_op(
@@ -75,14 +75,14 @@ def _(*arguments: Any) -> Tensor:
 )
 def gemm_out(*arguments: Any) -> None:
     """``cute_fp8.gemm(..., out=out)`` on uint8 codes; the output's dtype is ``out``'s."""
-    *tensors, activation, fast_accum, out = arguments
-    run_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum)
+    *tensors, activation, gated, fast_accum, out = arguments
+    run_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum, gated)
 
 
 @gemm_out.register_fake
 def _(*arguments: Any) -> None:
-    *tensors, activation, fast_accum, out = arguments
-    check_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum)
+    *tensors, activation, gated, fast_accum, out = arguments
+    check_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum, gated)
 
 
 @torch.library.custom_op(
@@ -90,19 +90,18 @@ def _(*arguments: Any) -> None:
 )
 def gemm_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``gemm`` with ``out_dtype=torch.float8_e4m3fn``: uint8 codes and blocked scale bytes."""
-    *tensors, activation = arguments
-    codes, scales = run_gemm(_operands(*tensors), activation, E4M3, False)
+    *tensors, activation, gated = arguments
+    codes, scales = run_gemm(_operands(*tensors), activation, E4M3, False, gated)
     return as_bytes(codes), as_bytes(scales)
 
 
 @gemm_quantized.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, activation = arguments
-    check_gemm(_operands(*tensors), activation, E4M3, False)
-    xq, _, wq, *_ = tensors
-    n = wq.shape[0]
+    *tensors, activation, gated = arguments
+    problem = check_gemm(_operands(*tensors), activation, E4M3, False, gated)
+    xq = tensors[0]
     # `blocked_numel`, on symbolic sizes.
     row_tiles = (batch_size(tuple(xq.shape[:-1])) + TILE_ROWS - 1) // TILE_ROWS
-    column_tiles = (n // MX_BLOCK + TILE_COLS - 1) // TILE_COLS
+    column_tiles = (problem.out_columns // MX_BLOCK + TILE_COLS - 1) // TILE_COLS
     scales = xq.new_empty(row_tiles * column_tiles * TILE_ROWS * TILE_COLS)
-    return xq.new_empty((*xq.shape[:-1], n)), scales
+    return xq.new_empty(problem.out_shape), scales

@@ -54,11 +54,15 @@ _plans: dict[Hashable, Plan] = {}
 
 
 def short_key(
-    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
+    operands: Operands,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    gated: bool = False,
 ) -> Hashable:
     """What decides which kernel runs, given that the kernel and its launcher check the rest."""
     xq, sx, wq, sw, bias, residual, _ = operands
-    return (
+    key = (
         xq.shape,
         sx.shape,
         wq.shape,
@@ -72,30 +76,40 @@ def short_key(
         fast_accum,
         settings.current(),
     )
+    return (*key, "gated") if gated else key
 
 
 def run_gemm(
-    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
+    operands: Operands,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    gated: bool = False,
 ) -> Output:
-    """Run a GEMM eagerly, with every check; see :func:`cute_fp8.gemm`."""
-    plan = _checked_plan(operands, activation, out_dtype, fast_accum)
+    """Run a GEMM eagerly, with every check; see :func:`cute_fp8.gemm` and ``gemm_gated``."""
+    plan = _checked_plan(operands, activation, out_dtype, fast_accum, gated)
     if plan.launcher is not None:
-        _remember(launchers, short_key(operands, activation, out_dtype, fast_accum), plan.launcher)
+        key = short_key(operands, activation, out_dtype, fast_accum, gated)
+        _remember(launchers, key, plan.launcher)
     return plan.run(operands)
 
 
 def _checked_plan(
-    operands: Operands, activation: str | None, out_dtype: torch.dtype, fast_accum: bool
+    operands: Operands,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    gated: bool,
 ) -> Plan:
     """The plan of a call whose every argument has been checked."""
     try:
         traits = tuple(None if t is None else _traits(t) for t in operands)
-        key = (traits, activation, out_dtype, fast_accum, settings.current())
+        key = (traits, activation, out_dtype, fast_accum, gated, settings.current())
         plan = _plans.get(key)
     except (AttributeError, RuntimeError, TypeError):
         plan = None  # no (strided) tensors, or options that do not hash: the check says which
     if plan is None or _misaligned(operands):
-        plan = _make_plan(check_gemm(operands, activation, out_dtype, fast_accum))
+        plan = _make_plan(check_gemm(operands, activation, out_dtype, fast_accum, gated))
         _remember(_plans, key, plan)
     else:
         check_overlap(operands)
@@ -123,7 +137,7 @@ def _make_plan(problem: GemmProblem) -> Plan:
     route = select(problem, settings.current())
     if problem.m == 0:
         return Plan(problem, partial(_no_tokens, problem))
-    if route.config is None:
+    if route.pick is None:
         return Plan(problem, partial(_without_grad, function_of(route), problem))
     gemm = CuteGemm(problem, route)
     return Plan(problem, gemm.run, gemm.launcher())

@@ -20,6 +20,8 @@ from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import blocked_numel
 
 ALIGNMENT = 16
+#: Blocks of 8 gate rows and 8 up rows in turn.
+GATED_N_MULTIPLE = 2 * N_MULTIPLE
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _INPUTS = ("xq", "sx", "wq", "sw", "bias", "residual")
@@ -66,11 +68,22 @@ class GemmProblem:
     residual: torch.dtype | None = None
     activation: str | None = None
     fast_accum: bool = False
+    gated: bool = False
+
+    @property
+    def op(self) -> str:
+        """The name that the dispatch table knows it by."""
+        return "gemm_gated" if self.gated else "gemm"
+
+    @property
+    def out_columns(self) -> int:
+        """N, or half of it where channels are pairs of gate and up."""
+        return self.n // 2 if self.gated else self.n
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """``[..., N]``."""
-        return (*self.batch, self.n)
+        """``[..., output columns]``."""
+        return (*self.batch, self.out_columns)
 
 
 def check_gemm(
@@ -78,8 +91,9 @@ def check_gemm(
     activation: str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
+    gated: bool = False,
 ) -> GemmProblem:
-    """Check every argument of :func:`cute_fp8.gemm`.
+    """Check every argument of :func:`cute_fp8.gemm`, or :func:`cute_fp8.gemm_gated`.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -92,9 +106,10 @@ def check_gemm(
     _check_options(activation, out_dtype, fast_accum)
     variant = _variant(sx, sw)
     batch, m, k = _check_xq(xq, MX_BLOCK if variant == "mxfp8" else K_MULTIPLE)
-    n = _check_wq(wq, k)
+    n = _check_wq(wq, k, GATED_N_MULTIPLE if gated else N_MULTIPLE)
     _check_devices(tensors)
-    _check_out_dtype(variant, out_dtype, n, out)
+    out_columns = n // 2 if gated else n
+    _check_out_dtype(variant, out_dtype, out_columns, out)
     problem = GemmProblem(
         variant=variant,
         m=m,
@@ -105,9 +120,10 @@ def check_gemm(
         out_dtype=out_dtype,
         xq_stride=_row_stride("xq", xq),
         wq_stride=_row_stride("wq", wq),
-        out_stride=n,
+        out_stride=out_columns,
         activation=activation,
         fast_accum=fast_accum,
+        gated=gated,
         **_check_scales(variant, sx, sw, batch, m, n, k),
     )
     if bias is not None:
@@ -206,7 +222,7 @@ def batch_size(batch: tuple[int, ...]) -> int:
     return m
 
 
-def _check_wq(wq: Tensor, k: int) -> int:
+def _check_wq(wq: Tensor, k: int, multiple: int) -> int:
     if wq.dtype != E4M3:
         raise TypeError(f"wq: got {wq.dtype}, must be torch.float8_e4m3fn")
     if wq.dim() != 2:
@@ -214,8 +230,8 @@ def _check_wq(wq: Tensor, k: int) -> int:
     n, k_of_wq = wq.shape
     if k_of_wq != k:
         raise ValueError(f"wq: got K = {k_of_wq}, must be {k} as in xq")
-    if n == 0 or n % N_MULTIPLE:
-        raise ValueError(f"wq: got N = {n}, must be a positive multiple of {N_MULTIPLE}")
+    if n == 0 or n % multiple:
+        raise ValueError(f"wq: got N = {n}, must be a positive multiple of {multiple}")
     return n
 
 
@@ -227,7 +243,9 @@ def _check_devices(tensors: dict[str, Tensor | None]) -> None:
             raise ValueError(f"{name}: got device {tensor.device}, must be {xq.device} as xq is")
 
 
-def _check_out_dtype(variant: str, out_dtype: torch.dtype, n: int, out: Tensor | None) -> None:
+def _check_out_dtype(
+    variant: str, out_dtype: torch.dtype, columns: int, out: Tensor | None
+) -> None:
     if out_dtype is not E4M3:
         return
     if variant != "mxfp8":
@@ -235,8 +253,10 @@ def _check_out_dtype(variant: str, out_dtype: torch.dtype, n: int, out: Tensor |
             "out_dtype: got torch.float8_e4m3fn with fp32 scales, "
             "must be used with MXFP8 (float8_e8m0fnu) scales"
         )
-    if n % MX_BLOCK:
-        raise ValueError(f"wq: got N = {n}, must be a multiple of {MX_BLOCK} for MXFP8 output")
+    if columns % MX_BLOCK:
+        raise ValueError(
+            f"wq: got {columns} output columns, must be a multiple of {MX_BLOCK} for MXFP8 output"
+        )
     if out is not None:
         raise ValueError("out: got a tensor with out_dtype torch.float8_e4m3fn, must be None")
 

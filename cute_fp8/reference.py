@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.gating import split_gate_up
 from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
 from cute_fp8.problem import E4M3, GemmProblem, Operands
 from cute_fp8.scales import from_blocked
@@ -35,6 +36,8 @@ def accumulate_mxfp8(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
 def finish(problem: GemmProblem, acc: Tensor, operands: Operands) -> Output:
     """The epilogue in fp32: ``act(acc * sx * sw + bias) + residual``, rounded once.
 
+    Gated: ``act(gate) * up``, of channels that come in blocks of 8, gate and up in turn.
+
     Args:
         acc: fp32 ``[M, N]``; consumed. With MXFP8 it carries the scales already.
     """
@@ -44,7 +47,12 @@ def finish(problem: GemmProblem, acc: Tensor, operands: Operands) -> Output:
         y = y.mul_(sx.reshape(-1, 1)).mul_(sw.reshape(1, -1))
     if bias is not None:
         y = y.add_(bias.to(torch.float32))
-    y = activate(problem.activation, y).view(problem.out_shape)
+    if problem.gated:
+        gate, up = split_gate_up(y)
+        y = activate(problem.activation, gate) * up
+    else:
+        y = activate(problem.activation, y)
+    y = y.reshape(problem.out_shape)
     if residual is not None:
         y = y + residual.to(torch.float32)
     if problem.out_dtype is E4M3:

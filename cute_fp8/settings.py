@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from cute_fp8.kernels.config import TILES, TileConfig
+from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.tiles import TILES
 
 BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 

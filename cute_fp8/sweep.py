@@ -124,7 +124,7 @@ def route_of(use: Use, shape: Shape, device: str) -> dict[str, str]:
     route = explain("gemm", m=m, n=n, k=k, variant=use[1], backend=use[0], device=device).route
     if route is None:
         return {"route": "none"}
-    tile = {} if route.config is None else {"tile": route.config.tile.name}
+    tile = {} if route.pick is None else {"tile": route.pick.name}
     return {"route": route.entry.name, **tile}
 
 

@@ -28,8 +28,8 @@ def rowwise_refusal(problem: GemmProblem) -> str | None:
     """Why row-wise ``_scaled_mm`` does not serve ``problem``; None if it does."""
     if problem.out_dtype is not torch.bfloat16:
         return f"output is {problem.out_dtype}, row-wise gives bf16 only"
-    if problem.activation or problem.residual:
-        return "activation or residual would be rounded twice"
+    if problem.activation or problem.residual or problem.gated:
+        return "activation, gate or residual would be rounded twice"
     if problem.bias not in (None, torch.bfloat16):
         return f"bias is {problem.bias}, row-wise takes bf16 only"
     return _refuse_sizes(problem)

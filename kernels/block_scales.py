@@ -10,7 +10,8 @@ where the MMA of thread-id 0 (rows 0-15 of A; columns 0-7 of B), 1 and so on loo
 (``mma.py``).
 
 Blocks are padded beyond the last row and the last of K, with anything. No padding reaches an MMA:
-such rows and bytes become unit scales on their way into the registers.
+on its way from the register that it was loaded to into the one that the MMA reads, a word is
+permuted byte by byte with unit scales, by a selector worked out once per output tile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
@@ -27,7 +28,9 @@ from .mma import UNIT_SCALES
 
 #: 32-bit words of a block; rows that one word per lane serves.
 BLOCK_WORDS, GROUP_ROWS = SCALE_BLOCK_BYTES // 4, 32
-_K_BLOCKS_PER_WORD = 4
+#: Selectors of ``prmt(word, unit scales)``, a nibble per byte: the word as it is; unit scales (4
+#: and up pick from the second operand). And what turns either kind to the word's other half.
+_KEEP, _REPLACE, _OTHER_HALF = 0x3210, 0x4444, 0x2222
 
 
 @cute.jit
@@ -56,10 +59,10 @@ def scale_load_atom(
 
 
 class ScaleSource(NamedTuple):
-    """Where this lane finds its words of one operand in stage 0, and how many rows there are."""
+    """Where this lane finds its words of one operand in stage 0, and what it makes of them."""
 
     address: Int32
-    rows_left: Int32
+    selectors: cute.Tensor  # (words,), for prmt(word, unit scales)
 
 
 @cute.jit
@@ -76,7 +79,7 @@ def scale_source(
     Args:
         stages: the ring of one operand's scales, ``(blocks, 128 words, stages)``.
         tile_row: first row of the CTA tile in the operand; warp_row: of the warp tile within it.
-        warp_rows: rows of the warp tile; of 16, the upper two lanes of a quad repeat the lower.
+        warp_rows: rows of the warp tile; of fewer than 32, lanes of a quad share words.
         rows: of the operand.
     """
     lane_row = lane // 4 + 8 * (lane % min(4, warp_rows // 8))
@@ -84,31 +87,49 @@ def scale_source(
     row = tile_row % SCALE_BLOCK_ROWS + warp_row + lane_row
     word = row // SCALE_BLOCK_ROWS * BLOCK_WORDS
     word += row % GROUP_ROWS * 4 + row % SCALE_BLOCK_ROWS // GROUP_ROWS
-    return ScaleSource(stages.iterator.toint() + 4 * word, rows - tile_row - warp_row - lane_row)
+    rows_left = rows - tile_row - warp_row - lane_row
+    selectors = cute.make_rmem_tensor(-(-warp_rows // GROUP_ROWS), Int32)
+    for group in cutlass.range_constexpr(cute.size(selectors)):
+        exists = GROUP_ROWS * group < rows_left
+        selectors[group] = Int32(select_(exists, Int32(_KEEP), Int32(_REPLACE)))
+    return ScaleSource(stages.iterator.toint() + 4 * word, selectors)
 
 
 @cute.jit
-def load_scale_words(words: cute.Tensor, source: ScaleSource, stage_offset: Int32, k_mask: Int32):
-    """One word per 32 rows of the warp tile: ``(warp rows / 32,)`` registers.
-
-    Args:
-        k_mask: ones in the bytes of k-blocks that exist.
-    """
+def load_scale_words(words: cute.Tensor, source: ScaleSource, stage_offset: Int32):
+    """One word per 32 rows of the warp tile: ``(warp rows / 32,)`` registers."""
     count = cutlass.const_expr(cute.size(words))
     pointer = cute.make_ptr(
         Int32, source.address + stage_offset, cute.AddressSpace.smem, assumed_align=4 * count
     )
     # The groups of a warp tile lie side by side in the block: one load.
     words.store(cute.make_tensor(pointer, cute.make_layout(count)).load())
-    for group in cutlass.range_constexpr(count):
-        inside = GROUP_ROWS * group < source.rows_left
-        word = Int32(select_(inside, words[group], Int32(UNIT_SCALES)))
-        words[group] = (word & k_mask) | (Int32(UNIT_SCALES) & ~k_mask)
 
 
 @cute.jit
-def last_k_mask(k_blocks: Int32, k_tiles: Int32) -> Int32:
-    """Ones in the bytes of the last k-tile's k-blocks that exist, 1 to 4 of them."""
-    existing = k_blocks - (k_tiles - 1) * _K_BLOCKS_PER_WORD
-    missing_bits = Uint32(8 * (_K_BLOCKS_PER_WORD - existing))
-    return Int32(Uint32(0xFFFFFFFF) >> missing_bits)
+def take_scale_words(
+    words: cute.Tensor, loaded: cute.Tensor, source: ScaleSource, missing: Int32 | None = None
+):
+    """``loaded`` to ``words``, unit scales in place of padding.
+
+    Args:
+        missing: ``missing_k_blocks`` in the last k-tile.
+    """
+    for group in cutlass.range_constexpr(cute.size(words)):
+        selector = source.selectors[group]
+        if cutlass.const_expr(missing is not None):
+            selector = selector | missing
+        words[group] = cute.arch.prmt(loaded[group], Int32(UNIT_SCALES), selector)
+
+
+@cute.jit
+def next_half(source: ScaleSource):
+    """Turn to the other two k-blocks of each word, for k-tiles of half a block's 128."""
+    for group in cutlass.range_constexpr(cute.size(source.selectors)):
+        source.selectors[group] = source.selectors[group] ^ _OTHER_HALF
+
+
+@cute.jit
+def missing_k_blocks(existing: Int32) -> Int32:
+    """For a k-tile of which only ``existing`` k-blocks are inside K: replaces the bytes after."""
+    return (_REPLACE << (4 * existing)) & 0xFFFF

@@ -5,10 +5,10 @@ All math is fp32 in the accumulator's own layout; the only rounding is the last 
 dtype. Nothing goes through shared memory, so the epilogue of one tile can never meet the ring stage
 that the producer is filling for the next.
 
-An m16n8 accumulator gives a lane two neighbouring columns, too few for a wide store. Four
-accumulators side by side (32 columns) give the four lanes of a quad 4x4 such pairs; transposing
-them (``quad_transpose``) leaves each lane with 8 consecutive columns of one row: 16 bytes of bf16,
-32 of fp32. The transpose is its own inverse, so the residual is read the same way.
+The work goes by 8x8 pieces (``pieces.py``), four at a time: side by side where a warp has 32 output
+columns, else two by two rows of pieces. The pieces of a swapped kernel, which computes ``out^T``,
+are transposed first; from then on both kinds are alike. In a gated one, whose channels alternate in
+blocks of 8, a piece of gate and the piece of up beside it become one of output.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
-from .config import MMA_M, MMA_N, EpilogueConfig
+from .config import MX_BLOCK, PIECE, STORE_COLUMNS, EpilogueConfig, TileConfig
+from .mx_output import pack_pairs, quantize_block, scale_offset
+from .pieces import pair_words, transpose_pieces, transpose_planes
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-#: Columns that one quad transpose covers, and that one lane of it stores.
-GROUP_COLUMNS, LANE_COLUMNS = 32, 8
+#: Pieces that are stored together, one by each lane of a quad.
+GROUP = STORE_COLUMNS // PIECE
 
 
 def activate(name: str | None, x: Float32) -> Float32:
@@ -44,56 +46,41 @@ def activate(name: str | None, x: Float32) -> Float32:
     raise ValueError(f"activation: got {name!r}")
 
 
-@cute.jit
-def quad_transpose(words: cute.Tensor, lane_in_quad: Int32):
-    """Transpose, in place, the 4x4 matrix of 32-bit words that a quad's lanes hold (row: lane,
-    column: index).
-
-    Two butterfly steps: 2x2 blocks across lanes that differ in bit 0, then blocks across bit 1.
-    """
-    for bit in cutlass.range_constexpr(2):
-        distance = 1 << bit
-        upper = (lane_in_quad & distance) != 0
-        for pair in cutlass.range_constexpr(2):
-            low = pair * 2 if bit == 0 else pair
-            high = low + distance
-            sent = select_(upper, words[low], words[high])
-            received = cute.arch.shuffle_sync_bfly(sent, distance)
-            words[low] = select_(upper, received, words[low])
-            words[high] = select_(upper, words[high], received)
-
-
-@cute.jit
-def pair_words(values: cute.Tensor, dtype: cutlass.Constexpr):
-    """Neighbouring columns' values (2 x 4 fp32: in pair, pair) as planes of 32-bit words: (plane,
-    pair).
-    """
-    if cutlass.const_expr(dtype is Float32):
-        return cute.recast_tensor(values, Int32)
-    rounded = cute.make_rmem_tensor(values.layout, dtype)
-    rounded.store(values.load().to(dtype))
-    return cute.recast_tensor(rounded, Int32)
-
-
 class EpilogueOperands(NamedTuple):
     """Global tensors of the epilogue; a part that the configuration leaves out is None."""
 
-    out: cute.Tensor  # (m, n)
+    out: cute.Tensor  # (m, output columns)
+    out_scales: Any  # bytes of blocked e8m0 scales, of an MXFP8 output
     sx: Any  # (m,) or None
     sw: Any  # (n,) or None
     bias: Any  # (n,) or None
-    residual: Any  # (m, n) or None
+    residual: Any  # (m, output columns) or None
+
+
+class Place(NamedTuple):
+    """Where this lane stores the 8 columns that it has of a group of pieces."""
+
+    row: Int32
+    column: Int32
+    exists: cutlass.Boolean
 
 
 class Epilogue:
-    """The epilogue of one warp tile ``warp_m x warp_n``, specialised by :class:`EpilogueConfig`."""
+    """The epilogue of one warp's part of a tile, specialised by :class:`EpilogueConfig`."""
 
-    def __init__(self, warp_m: int, warp_n: int, config: EpilogueConfig, *, scaled: bool):
-        self.warp_m = warp_m
-        self.warp_n = warp_n
+    def __init__(self, tile: TileConfig, config: EpilogueConfig, *, scaled: bool):
         self.config = config
+        self.swapped = tile.swap_ab
         #: Whether scales are applied here; if not, the accumulator carries them.
         self.scaled = scaled
+        #: Accumulator columns of one output column: a gate and an up.
+        self.ratio = 2 if config.gated else 1
+        #: Pieces: rows, columns, output columns.
+        self.rows, self.columns = tile.warp_m // PIECE, tile.warp_n // PIECE
+        self.out_columns = self.columns // self.ratio
+        #: Pieces of one group: side by side, and below each other.
+        self.across = min(GROUP, self.out_columns)
+        self.down = GROUP // self.across
 
     @cute.jit
     def __call__(
@@ -106,125 +93,182 @@ class Epilogue:
         first_column: Int32,
         lane: Int32,
     ):
-        """Write one warp tile.
+        """Write one warp's part of a tile.
 
         Args:
-            acc: fp32 accumulators, ``(4, warp_n / 8, warp_m / 16)`` per lane.
+            acc: fp32 accumulators as the MMA leaves them, ``(4, columns / 8, rows / 16)`` per lane.
+                Consumed.
             operands: the output and what it is made with.
-            m, n: the output's size; rows and columns past it are neither read nor written.
-            first_row, first_column: the output coordinate of the warp tile's corner.
+            m, n: tokens and channels; nothing past them is read or written.
+            first_row, first_column: the part's first token and channel.
         """
+        if cutlass.const_expr(self.swapped):
+            transpose_pieces(acc, lane)
         quad, lane_in_quad = lane // 4, lane % 4
-        columns = self._column_values(operands, n, first_column + 2 * lane_in_quad)
-        for mi in cutlass.range_constexpr(self.warp_m // MMA_M):
-            for half in cutlass.range_constexpr(2):
-                row = first_row + mi * MMA_M + half * 8 + quad
-                # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
-                # nothing.
-                safe_row = cutlass.min(row, m - 1)
-                row_scale = Float32(1.0)
-                if cutlass.const_expr(self.scaled):
-                    row_scale = operands.sx[safe_row]
-                for group in cutlass.range_constexpr(self.warp_n // GROUP_COLUMNS):
-                    column = first_column + group * GROUP_COLUMNS + lane_in_quad * LANE_COLUMNS
-                    values = cute.make_rmem_tensor((2, 4), Float32)
-                    for j in cutlass.range_constexpr(4):
-                        for e in cutlass.range_constexpr(2):
-                            x = acc[half * 2 + e, group * 4 + j, mi]
-                            values[e, j] = self._value(x, row_scale, columns, e, group * 4 + j)
-                    if cutlass.const_expr(self.config.residual is not None):
-                        self._add_residual(
-                            values, operands.residual, safe_row, column, n, lane_in_quad
-                        )
-                    self._store(values, operands.out, row, column, m, n, lane_in_quad)
+        channels = self._channel_values(operands, n, first_column + 2 * lane_in_quad)
+        for i in cutlass.range_constexpr(0, self.rows, self.down):
+            row_scales = self._row_scales(operands, m, first_row + i * PIECE + quad)
+            for j in cutlass.range_constexpr(0, self.out_columns, self.across):
+                values = cute.make_rmem_tensor((2, GROUP), Float32)
+                for piece in cutlass.range_constexpr(GROUP):
+                    below, beside = piece // self.across, j + piece % self.across
+                    for e in cutlass.range_constexpr(2):
+                        values[e, piece] = Float32(0.0)
+                        if cutlass.const_expr(i + below < self.rows):
+                            values[e, piece] = self._value(
+                                acc, row_scales[below], channels, e, i + below, beside
+                            )
+                place = self._place(i, j, m, n, first_row + quad, first_column, lane_in_quad)
+                if cutlass.const_expr(self.config.residual is not None):
+                    self._add_residual(values, operands.residual, place, m, n, lane_in_quad)
+                if cutlass.const_expr(self.config.mx):
+                    self._store_mx(values, operands, place, n, lane_in_quad)
+                else:
+                    self._store(values, operands.out, place, lane_in_quad)
 
     @cute.jit
-    def _column_values(self, operands: EpilogueOperands, n: Int32, column: Int32):
-        """Scale and bias of this lane's columns: ``(2, warp_n / 8)`` registers each."""
-        shape = (2, self.warp_n // MMA_N)
+    def _row_scales(self, operands: EpilogueOperands, m: Int32, row: Int32):
+        """This lane's token scale in each row of pieces of a group."""
+        scales = cute.make_rmem_tensor(self.down, Float32)
+        for below in cutlass.range_constexpr(self.down):
+            if cutlass.const_expr(self.scaled):
+                # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
+                # nothing.
+                scales[below] = operands.sx[cutlass.min(row + below * PIECE, m - 1)]
+        return scales
+
+    @cute.jit
+    def _channel_values(self, operands: EpilogueOperands, n: Int32, channel: Int32):
+        """Scale and bias of this lane's channels: ``(2, columns / 8)`` registers each."""
+        shape = (2, self.columns)
         scale = cute.make_rmem_tensor(shape, Float32)
         bias = cute.make_rmem_tensor(shape, Float32)
-        for j in cutlass.range_constexpr(self.warp_n // MMA_N):
+        for j in cutlass.range_constexpr(self.columns):
             for e in cutlass.range_constexpr(2):
-                safe_column = cutlass.min(column + j * MMA_N + e, n - 1)
+                safe = cutlass.min(channel + j * PIECE + e, n - 1)
                 if cutlass.const_expr(self.scaled):
-                    scale[e, j] = operands.sw[safe_column]
+                    scale[e, j] = operands.sw[safe]
                 if cutlass.const_expr(self.config.bias is not None):
-                    bias[e, j] = operands.bias[safe_column].to(Float32)
+                    bias[e, j] = operands.bias[safe].to(Float32)
         return scale, bias
 
     @cute.jit
     def _value(
         self,
-        x: Float32,
+        acc: cute.Tensor,
         row_scale: Float32,
-        columns,
+        channels,
         e: cutlass.Constexpr,
+        i: cutlass.Constexpr,
         j: cutlass.Constexpr,
     ):
-        """One output before its residual, from its accumulator."""
-        scale, bias = columns
+        """One output before its residual, of output piece (i, j)."""
+        if cutlass.const_expr(self.config.gated):
+            gate = self._scaled(acc, row_scale, channels, e, i, 2 * j)
+            up = self._scaled(acc, row_scale, channels, e, i, 2 * j + 1)
+            return activate(self.config.activation, gate) * up
+        x = self._scaled(acc, row_scale, channels, e, i, j)
+        return activate(self.config.activation, x)
+
+    @cute.jit
+    def _scaled(
+        self,
+        acc: cute.Tensor,
+        row_scale: Float32,
+        channels,
+        e: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        j: cutlass.Constexpr,
+    ):
+        """One accumulator of piece (i, j) with its scales and its bias."""
+        scale, bias = channels
+        if cutlass.const_expr(self.swapped):
+            x = acc[j % 2 * 2 + e, i, j // 2]
+        else:
+            x = acc[i % 2 * 2 + e, j, i // 2]
         if cutlass.const_expr(self.scaled):
             x = x * row_scale * scale[e, j]
         if cutlass.const_expr(self.config.bias is not None):
             x = x + bias[e, j]
-        return activate(self.config.activation, x)
+        return x
+
+    @cute.jit
+    def _place(
+        self,
+        i: cutlass.Constexpr,
+        j: cutlass.Constexpr,
+        m: Int32,
+        n: Int32,
+        first_row: Int32,
+        first_column: Int32,
+        lane_in_quad: Int32,
+    ) -> Place:
+        """For the group of pieces from (i, j) on, of which a lane stores its own place's."""
+        below, beside = lane_in_quad // self.across, lane_in_quad % self.across
+        row = first_row + (i + below) * PIECE
+        column = first_column // self.ratio + (j + beside) * PIECE
+        exists = (row < m) & (column < n // self.ratio)
+        if cutlass.const_expr(i + self.down > self.rows):
+            exists = exists & (i + below < self.rows)
+        return Place(row, column, exists)
 
     @cute.jit
     def _add_residual(
         self,
         values: cute.Tensor,
         residual: cute.Tensor,
-        row: Int32,
-        column: Int32,
-        n: Int32,
-        lane_in_quad: Int32,
-    ):
-        # n is a multiple of 8: a group of 8 columns is inside or outside as a whole.
-        read = cute.make_rmem_tensor((2, 4), residual.element_type)
-        read.store(
-            _lane_columns(residual, row, cutlass.min(column, n - LANE_COLUMNS))
-            .load()
-            .reshape((2, 4))
-        )
-        words = cute.recast_tensor(read, Int32)
-        self._transpose_planes(words, lane_in_quad)
-        for j in cutlass.range_constexpr(4):
-            for e in cutlass.range_constexpr(2):
-                values[e, j] = values[e, j] + read[e, j].to(Float32)
-
-    @cute.jit
-    def _store(
-        self,
-        values: cute.Tensor,
-        out: cute.Tensor,
-        row: Int32,
-        column: Int32,
+        place: Place,
         m: Int32,
         n: Int32,
         lane_in_quad: Int32,
     ):
+        # n is a multiple of 8: a piece is inside or outside as a whole.
+        row = cutlass.min(place.row, m - 1)
+        column = cutlass.min(place.column, n // self.ratio - PIECE)
+        read = cute.make_rmem_tensor((2, GROUP), residual.element_type)
+        read.store(_lane_columns(residual, row, column).load().reshape((2, GROUP)))
+        transpose_planes(cute.recast_tensor(read, Int32), lane_in_quad)
+        for piece in cutlass.range_constexpr(GROUP):
+            for e in cutlass.range_constexpr(2):
+                values[e, piece] = values[e, piece] + read[e, piece].to(Float32)
+
+    @cute.jit
+    def _store(self, values: cute.Tensor, out: cute.Tensor, place: Place, lane_in_quad: Int32):
         words = pair_words(values, DTYPES[self.config.out])
-        self._transpose_planes(words, lane_in_quad)
-        if row < m and column < n:
-            target = cute.recast_tensor(_lane_columns(out, row, column), Int32)
+        transpose_planes(words, lane_in_quad)
+        if place.exists:
+            target = cute.recast_tensor(_lane_columns(out, place.row, place.column), Int32)
             cute.autovec_copy(cute.make_tensor(words.iterator, target.layout), target)
 
     @cute.jit
-    def _transpose_planes(self, words: cute.Tensor, lane_in_quad: Int32):
-        planes = cutlass.const_expr(cute.size(words) // 4)
-        by_plane = cute.make_tensor(words.iterator, cute.make_layout((planes, 4)))
-        for plane in cutlass.range_constexpr(planes):
-            quad_transpose(by_plane[plane, None], lane_in_quad)
+    def _store_mx(
+        self,
+        values: cute.Tensor,
+        operands: EpilogueOperands,
+        place: Place,
+        n: Int32,
+        lane_in_quad: Int32,
+    ):
+        words, byte = quantize_block(values, lane_in_quad)
+        if place.exists:
+            target = cute.recast_tensor(_lane_columns(operands.out, place.row, place.column), Int32)
+            cute.autovec_copy(cute.make_tensor(pack_pairs(words).iterator, target.layout), target)
+            if lane_in_quad == 0:
+                block_columns = cute.ceil_div(n // self.ratio, MX_BLOCK * 4)
+                offset = scale_offset(place.row, place.column // MX_BLOCK, block_columns)
+                operands.out_scales[offset] = byte.to(cutlass.Uint8)
 
 
 @cute.jit
 def _lane_columns(tensor: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """The 8 consecutive, 16-byte aligned elements of ``tensor`` that one lane reads or writes."""
+    """The 8 consecutive elements of ``tensor`` that one lane reads or writes, aligned."""
     # 64-bit: a row times its stride passes 2^31 in large outputs.
     offset = Int64(row) * tensor.stride[0] + column
     pointer = tensor.iterator + offset
     aligned = cute.make_ptr(
-        tensor.element_type, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16
+        tensor.element_type,
+        pointer.toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=min(16, PIECE * tensor.element_type.width // 8),
     )
-    return cute.make_tensor(aligned, cute.make_layout(LANE_COLUMNS))
+    return cute.make_tensor(aligned, cute.make_layout(PIECE))

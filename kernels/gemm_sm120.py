@@ -17,10 +17,17 @@ Warp roles
     ==========  ===========  =====================  =========================  ==================
     load        the last     empty[stage]           full[stage] (+ tx bytes)   1
     mma         all others   full[stage]            empty[stage]               1 per MMA warp
+    mma         of ping-pong turn[own group]        turn[other group]          1 per MMA warp, tile
     ==========  ===========  =====================  =========================  ==================
 
 While the MMA warps are in the epilogue, which uses no shared memory, the producer already fills the
-ring for the next tile.
+ring for the next tile. In the ping-pong schedule two groups of MMA warps have a tile each; one
+group's epilogue runs under the other's main loop. The groups take turns by barrier: a group that
+waited for a stage two rounds ahead could take an older round's completion, of the same parity, for
+its own.
+
+With ``swap_ab`` the weights are the MMA's A operand, ``out^T = W x^T``: a tile may then have as few
+as 8 tokens. "A" and "B" are the MMA's sides throughout; m and n are tokens and channels.
 
 The bare-mbarrier style, and the warp sync before a stage's release, follow gau-nernst's gn-kernels
 (sm_120 MXFP8 GEMM and its notes on memory ordering).
@@ -32,24 +39,30 @@ from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, cute
+from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .block_scales import scale_load_atom
 from .config import (
     K_MULTIPLE,
     MMA_K,
+    MMA_REGISTERS,
     N_MULTIPLE,
+    PRODUCER_REGISTERS,
     SCALE_BLOCK_BYTES,
+    SCALE_BLOCK_K,
     SCALE_BLOCK_ROWS,
+    WARP_SIZE,
     GemmConfig,
 )
 from .epilogue import DTYPES, Epilogue, EpilogueOperands
-from .mainloop import Mainloop, Work
+from .mainloop import Mainloop
 from .mma import Instruction
-from .ring import Loads, Ring, advance, make_ring
-from .scheduler import tile_coordinate
+from .mx_output import clear_padding
+from .ring import Loads, Ring, advance, make_ring, skip
+from .scheduler import Scheduler, Work
 from .smem import tma_load, tma_load_atom
+from .split_k import SplitK
 
 
 class GemmSm120:
@@ -58,10 +71,10 @@ class GemmSm120:
     def __init__(self, config: GemmConfig, instruction: Instruction):
         self.config = config
         self.tile = config.tile
+        self.scheduler = Scheduler(config)
         self.mainloop = Mainloop(config, instruction)
-        self.epilogue = Epilogue(
-            config.tile.warp_m, config.tile.warp_n, config.epilogue, scaled=not config.block_scaled
-        )
+        self.split_k = SplitK(config)
+        self.epilogue = Epilogue(config.tile, config.epilogue, scaled=not config.block_scaled)
 
     # ------------------------------------------------------------------ host
 
@@ -75,83 +88,117 @@ class GemmSm120:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         out: cute.Tensor,
+        out_scales: Any,
+        workspace: cute.Tensor | None,
+        splits: Int32 | None,
         max_ctas: Int32,
         stream: CUstream,
     ):
         """Launch on ``stream``, at most ``max_ctas`` CTAs; tensors as in ``fake_arguments``."""
         tile, config = self.tile, self.config
         m, n, k = xq.shape[0], wq.shape[0], xq.shape[1]
+        a, b, scales_a, scales_b = xq, wq, sx, sw
+        if cutlass.const_expr(tile.swap_ab):
+            a, b, scales_a, scales_b = wq, xq, sw, sx
         loads = Loads(
-            a=tma_load_atom(xq, tile.m, tile.k, tile.stages),
-            b=tma_load_atom(wq, tile.n, tile.k, tile.stages),
-            scales_a=scale_load_atom(sx, m, k, config.scale_blocks_a, tile.stages)
-            if config.block_scaled
-            else None,
-            scales_b=scale_load_atom(sw, n, k, config.scale_blocks_b, tile.stages)
-            if config.block_scaled
-            else None,
+            a=tma_load_atom(a, tile.rows_a, tile.k, tile.stages),
+            b=tma_load_atom(b, tile.rows_b, tile.k, tile.stages),
+            scales_a=self.scale_load(scales_a, a.shape[0], k, config.scale_blocks_a),
+            scales_b=self.scale_load(scales_b, b.shape[0], k, config.scale_blocks_b),
         )
         if cutlass.const_expr(config.block_scaled):
             sx, sw = None, None  # the MMA applies them
-        operands = EpilogueOperands(out, sx, sw, bias, residual)
+        if cutlass.const_expr(config.epilogue.mx):
+            out_scales = cute.make_tensor(
+                cute.recast_ptr(out_scales.iterator, dtype=Uint8), out_scales.layout
+            )
+        operands = EpilogueOperands(out, out_scales, sx, sw, bias, residual)
         work = Work(
             tiles_m=cute.ceil_div(m, tile.m),
             tiles_n=cute.ceil_div(n, tile.n),
             k_tiles=cute.ceil_div(k, tile.k),
             k_blocks=cute.ceil_div(k, MMA_K),
+            splits=splits,
         )
-        ctas = cutlass.min(work.tiles_m * work.tiles_n, max_ctas)
-        self.kernel(loads, operands, work, m, n).launch(
+        ctas = self.scheduler.units(work)
+        if cutlass.const_expr(not config.dynamic):
+            ctas = cutlass.min(ctas, max_ctas)
+        self.kernel(loads, operands, workspace, work, m, n).launch(
             grid=(ctas, 1, 1),
             block=(tile.threads, 1, 1),
             smem=config.smem_bytes,
             min_blocks_per_mp=1,
+            use_pdl=config.pdl,
             stream=stream,
         )
+
+    @cute.jit
+    def scale_load(self, scales: cute.Tensor, rows: Int32, k: Int32, blocks: cutlass.Constexpr):
+        """The TMA copy of one operand's scales, where the MMA reads them."""
+        if cutlass.const_expr(not self.config.block_scaled):
+            return None
+        return scale_load_atom(scales, rows, k, blocks, self.tile.stages)
 
     # ------------------------------------------------------------------ device
 
     @cute.kernel
-    def kernel(self, loads: Loads, operands: EpilogueOperands, work: Work, m: Int32, n: Int32):
+    def kernel(
+        self,
+        loads: Loads,
+        operands: EpilogueOperands,
+        workspace: cute.Tensor | None,
+        work: Work,
+        m: Int32,
+        n: Int32,
+    ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        ring = make_ring(loads, self.tile, warp)
-        if warp == self.tile.mma_warps:
-            self.load(loads, ring, work)
+        ring = make_ring(loads, self.config, warp)
+        if cutlass.const_expr(self.config.pdl):
+            # Nothing that an earlier kernel wrote, or still reads, is touched before this.
+            cute.arch.griddepcontrol_wait()
+        if warp >= self.tile.mma_warps:
+            if cutlass.const_expr(self.tile.moves_registers):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == self.tile.mma_warps:
+                self.load(loads, ring, work)
         else:
-            self.mma(ring, operands, work, m, n, warp)
+            if cutlass.const_expr(self.tile.moves_registers):
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.mma(ring, operands, workspace, work, m, n, warp)
 
     @cute.jit
     def load(self, loads: Loads, ring: Ring, work: Work):
-        """Producer warp: fill the ring with the k-tiles of this CTA's output tiles, in order."""
+        """Producer warp: fill the ring with the k-tiles of this CTA's units of work, in order."""
         tile, config = self.tile, self.config
-        tiles_a = cute.local_tile(loads.a.tma_tensor, (tile.m, tile.k), (None, None))
-        tiles_b = cute.local_tile(loads.b.tma_tensor, (tile.n, tile.k), (None, None))
+        tiles_a = cute.local_tile(loads.a.tma_tensor, (tile.rows_a, tile.k), (None, None))
+        tiles_b = cute.local_tile(loads.b.tma_tensor, (tile.rows_b, tile.k), (None, None))
         stage = Int32(0)
         # A fresh barrier counts as having completed phase 1: the first pass over the ring waits for
         # nobody.
-        phase = Int32(1)
-        ctas, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        while index < work.tiles_m * work.tiles_n:
-            row, column = tile_coordinate(index, work.tiles_m, work.tiles_n)
-            for k_tile in cutlass.range(work.k_tiles, unroll=1):
+        phase, answer_phase = Int32(1), Int32(0)
+        unit = self.scheduler.first()
+        while unit < self.scheduler.units(work):
+            if cutlass.const_expr(config.dynamic):
+                self.scheduler.ask(ring.answers, answer_phase)
+            part = self.scheduler.tile(unit, work)
+            a, b = self.by_side(part.row, part.column)
+            for i in cutlass.range(part.k_count, unroll=1):
+                k_tile = part.k_first + i
                 cute.arch.mbarrier_wait(ring.empty + stage, phase)
                 full = ring.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, config.stage_bytes)
-                tma_load(loads.a, tiles_a[None, None, row, k_tile], ring.a[None, None, stage], full)
-                tma_load(
-                    loads.b, tiles_b[None, None, column, k_tile], ring.b[None, None, stage], full
-                )
+                tma_load(loads.a, tiles_a[None, None, a, k_tile], ring.a[None, None, stage], full)
+                tma_load(loads.b, tiles_b[None, None, b, k_tile], ring.b[None, None, stage], full)
                 if cutlass.const_expr(config.block_scaled):
-                    self.load_scales(
-                        loads.scales_a, ring.scales_a, row * tile.m, k_tile, stage, full
-                    )
-                    self.load_scales(
-                        loads.scales_b, ring.scales_b, column * tile.n, k_tile, stage, full
-                    )
+                    row_a, row_b = a * tile.rows_a, b * tile.rows_b
+                    self.load_scales(loads.scales_a, ring.scales_a, row_a, k_tile, stage, full)
+                    self.load_scales(loads.scales_b, ring.scales_b, row_b, k_tile, stage, full)
                 stage, phase = advance(stage, phase, tile.stages)
-            index += ctas
+            unit = self.next_unit(unit, ring, answer_phase, 1)
+            answer_phase = answer_phase ^ 1
+        if cutlass.const_expr(config.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load_scales(
@@ -166,47 +213,104 @@ class GemmSm120:
         """The blocks of scales of the operand rows from ``row`` on, for one k-tile."""
         blocks, words = cutlass.const_expr(ring.shape[0]), cutlass.const_expr(ring.shape[1])
         tiles = cute.local_tile(tma.tma_tensor, (blocks, words), (None, None))
-        block = row // (blocks * SCALE_BLOCK_ROWS)
-        tma_load(tma, tiles[None, None, block, k_tile], ring[None, None, stage], full)
+        # A k-tile shorter than a block still brings the whole block.
+        row_block, k_block = (
+            row // (blocks * SCALE_BLOCK_ROWS),
+            k_tile * self.tile.k // SCALE_BLOCK_K,
+        )
+        tma_load(tma, tiles[None, None, row_block, k_block], ring[None, None, stage], full)
 
     @cute.jit
     def mma(
         self,
         ring: Ring,
         operands: EpilogueOperands,
+        workspace: cute.Tensor | None,
         work: Work,
         m: Int32,
         n: Int32,
         warp: Int32,
     ):
-        """MMA warps: multiply the k-tiles of each output tile as they arrive, then its epilogue."""
-        tile = self.tile
+        """MMA warps: multiply each unit's k-tiles as they arrive, then run its epilogue."""
+        tile, config = self.tile, self.config
         lane = cute.arch.lane_idx()
+        group, warp = warp // tile.group_warps, warp % tile.group_warps
         warp_m, warp_n = warp // tile.warps_n * tile.warp_m, warp % tile.warps_n * tile.warp_n
-        source = self.mainloop.source(ring, warp_m, warp_n, lane)
+        warp_a, warp_b = self.by_side(warp_m, warp_n)
+        source = self.mainloop.source(ring, warp_a, warp_b, lane)
         fragments = self.mainloop.make_fragments()
-        stage, phase = Int32(0), Int32(0)
+        stage, phase, answer_phase = Int32(0), Int32(0), Int32(0)
+        unit = self.scheduler.first()
+        # A fresh barrier counts as having completed phase 1: the first turn is group 0's.
+        turn_phase = group ^ 1
+        if cutlass.const_expr(tile.pingpong):
+            if group == 1:
+                stage, phase = self.skip_unit(stage, phase, unit, work)
+                unit += self.scheduler.step()
+        if cutlass.const_expr(config.epilogue.mx):
+            self.clear_scale_padding(operands, m, n)
+        while unit < self.scheduler.units(work):
+            part = self.scheduler.tile(unit, work)
+            row, column = part.row * tile.m, part.column * tile.n
+            unit_source = source
+            if cutlass.const_expr(config.block_scaled):
+                unit_source = self.mainloop.with_scales(
+                    source,
+                    ring,
+                    self.by_side(row, column),
+                    (warp_a, warp_b),
+                    self.by_side(m, n),
+                    lane,
+                )
+            if cutlass.const_expr(tile.pingpong):
+                cute.arch.mbarrier_wait(ring.turn + group, turn_phase)
+            stage, phase = self.mainloop(unit_source, fragments, ring, stage, phase, part, work)
+            if cutlass.const_expr(tile.pingpong):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ring.turn + (group ^ 1))
+                turn_phase = turn_phase ^ 1
+                stage, phase = self.skip_unit(stage, phase, unit + self.scheduler.step(), work)
+            unit = self.next_unit(unit, ring, answer_phase, tile.groups)
+            answer_phase = answer_phase ^ 1
+            # Always true. A branch keeps the epilogue's loads and address arithmetic out of the
+            # last k-tile, where every register is taken.
+            complete = row < m
+            if cutlass.const_expr(config.split_k):
+                complete = self.split_k.add_up(fragments.acc, workspace, part, work, warp, lane)
+            if complete:
+                self.epilogue(fragments.acc, operands, m, n, row + warp_m, column + warp_n, lane)
+
+    @cute.jit
+    def by_side(self, tokens: Any, channels: Any):
+        """What belongs to tokens and to channels, as (A's, B's)."""
+        return (channels, tokens) if self.tile.swap_ab else (tokens, channels)
+
+    @cute.jit
+    def next_unit(self, unit: Int32, ring: Ring, answer_phase: Int32, steps: cutlass.Constexpr):
+        """This warp's next unit of work."""
+        if cutlass.const_expr(self.config.dynamic):
+            return self.scheduler.answer(ring.answers, answer_phase)
+        return unit + steps * self.scheduler.step()
+
+    @cute.jit
+    def skip_unit(self, stage: Int32, phase: Int32, unit: Int32, work: Work):
+        """The ring's position after a unit that is the other group's."""
+        return skip(stage, phase, self.scheduler.k_count(unit, work), self.tile.stages)
+
+    @cute.jit
+    def clear_scale_padding(self, operands: EpilogueOperands, m: Int32, n: Int32):
+        """All MMA warps of the grid: zeros in the padding of the output's scales."""
+        threads = self.tile.mma_warps * WARP_SIZE
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        index, _, _ = cute.arch.block_idx()
-        while index < work.tiles_m * work.tiles_n:
-            tile_row, tile_column = tile_coordinate(index, work.tiles_m, work.tiles_n)
-            row, column = tile_row * tile.m, tile_column * tile.n
-            tile_source = source
-            if cutlass.const_expr(self.config.block_scaled):
-                tile_source = self.mainloop.with_scales(
-                    source, ring, (row, column), (warp_m, warp_n), (m, n), lane
-                )
-            fragments.acc.fill(0.0)
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            self.mainloop.load_stage_start(tile_source, fragments, stage, work, Int32(0))
-            for k_tile in cutlass.range(work.k_tiles, unroll=1):
-                stage, phase = self.mainloop.multiply_k_tile(
-                    tile_source, fragments, ring, stage, phase, work, k_tile
-                )
-            # Keeps the epilogue's loads out of the last k-tile, where every register is taken.
-            cute.arch.sync_warp()
-            self.epilogue(fragments.acc, operands, m, n, row + warp_m, column + warp_n, lane)
-            index += ctas
+        clear_padding(
+            operands.out_scales,
+            m,
+            n // self.epilogue.ratio,
+            cta * threads + thread,
+            ctas * threads,
+        )
 
 
 def fake_arguments(config: GemmConfig) -> list[object]:
@@ -220,19 +324,23 @@ def fake_arguments(config: GemmConfig) -> list[object]:
     m = cute.sym_int()
     n = cute.sym_int(divisibility=N_MULTIPLE)
     k = cute.sym_int(divisibility=MMA_K if config.block_scaled else K_MULTIPLE)
+    # Gated, half of n: the DSL has no halves of symbols, the caller checks that.
+    columns = cute.sym_int(divisibility=N_MULTIPLE) if epilogue.gated else n
 
     def matrix(dtype: type[cutlass.Numeric], rows: object, columns: object) -> object:
         row_stride = cute.sym_int64(divisibility=128 // dtype.width)
         return make_fake_tensor(dtype, (rows, columns), (row_stride, 1), assumed_align=16)
 
-    def vector(dtype: type[cutlass.Numeric], count: object, stride: object) -> object:
-        return make_fake_tensor(dtype, (count,), (stride,), assumed_align=dtype.width // 8)
+    def vector(dtype: Any, count: object, stride: object, align: int = 0) -> object:
+        align = align or dtype.width // 8
+        return make_fake_tensor(dtype, (count,), (stride,), assumed_align=align)
 
-    def scales(count: object) -> object:
-        if not config.block_scaled:
-            return vector(Float32, count, cute.sym_int64())
+    def blocked() -> object:
         length = cute.sym_int64(divisibility=SCALE_BLOCK_BYTES)
         return make_fake_tensor(Float8E8M0FNU, (length,), (1,), assumed_align=16)
+
+    def scales(count: object) -> object:
+        return blocked() if config.block_scaled else vector(Float32, count, cute.sym_int64())
 
     bias, residual = epilogue.bias, epilogue.residual
     return [
@@ -241,9 +349,12 @@ def fake_arguments(config: GemmConfig) -> list[object]:
         matrix(Float8E4M3FN, n, k),  # wq
         scales(n),  # sw
         vector(DTYPES[bias], n, 1) if bias else None,
-        matrix(DTYPES[residual], m, n) if residual else None,
-        matrix(DTYPES[epilogue.out], m, n),  # out
-        Int32(1),
+        matrix(DTYPES[residual], m, columns) if residual else None,
+        matrix(Float8E4M3FN if epilogue.mx else DTYPES[epilogue.out], m, columns),  # out
+        blocked() if epilogue.mx else None,  # out_scales
+        vector(Int32, cute.sym_int64(), 1, align=16) if config.split_k else None,  # workspace
+        Int32(2) if config.split_k else None,  # splits
+        Int32(1),  # max_ctas
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .config import MMA_K, SCALE_BLOCK_BYTES, SCALE_BLOCK_K, SCALE_BLOCK_ROWS, GemmConfig
+from .config import (
+    MMA_K,
+    MX_BLOCK,
+    SCALE_BLOCK_BYTES,
+    SCALE_BLOCK_K,
+    SCALE_BLOCK_ROWS,
+    GemmConfig,
+    workspace_words,
+)
 
 TMA_DESCRIPTOR_BYTES = 128
 
@@ -61,7 +69,7 @@ class Launch:
     parameters: tuple[Parameter, ...]
 
 
-def describe(config: GemmConfig, m: int, n: int, k: int, max_ctas: int) -> Launch:
+def describe(config: GemmConfig, m: int, n: int, k: int, max_ctas: int, splits: int = 1) -> Launch:
     """The launch of one problem, all tensors contiguous."""
     tile = config.tile
     tiles_m, tiles_n, k_tiles = -(-m // tile.m), -(-n // tile.n), -(-k // tile.k)
@@ -69,32 +77,43 @@ def describe(config: GemmConfig, m: int, n: int, k: int, max_ctas: int) -> Launc
     for descriptor in _descriptors(config, m, n, k):
         # A TMA descriptor is followed by the shape of its coordinate tensor, outermost size first.
         parameters += [descriptor, Integers(descriptor.shape[::-1])]
-    parameters += [_matrix("out", m, n)]
+    columns = n // 2 if config.epilogue.gated else n
+    parameters += [_matrix("out", m, columns)]
+    if config.epilogue.mx:
+        blocks = -(-columns // (MX_BLOCK * SCALE_BLOCK_BYTES // SCALE_BLOCK_ROWS))
+        numel = -(-m // SCALE_BLOCK_ROWS) * blocks * SCALE_BLOCK_BYTES
+        parameters.append(Pointer("out_scales", ((8, "u32", numel),), 16))
     if not config.block_scaled:
         parameters += [_vector("sx", m), _vector("sw", n)]
     if config.epilogue.bias:
         parameters.append(Pointer("bias", ((8, "u32", n),), 16))
     if config.epilogue.residual:
-        parameters.append(_matrix("residual", m, n))
-    sizes = (tiles_m, tiles_n, k_tiles, -(-k // MMA_K), m, n)
-    parameters += [Integers((size,)) for size in sizes]
-    ctas = min(tiles_m * tiles_n, max_ctas)
+        parameters.append(_matrix("residual", m, columns))
+    if config.split_k:
+        words = workspace_words(config, m, n, splits)
+        parameters.append(Pointer("workspace", ((8, "u32", words),), 16))
+    sizes = [tiles_m, tiles_n, k_tiles, -(-k // MMA_K)]
+    sizes += [splits] if config.split_k else []
+    parameters += [Integers((size,)) for size in (*sizes, m, n)]
+    ctas = min(tiles_m * tiles_n * splits, max_ctas)
     return Launch(ctas, tile.threads, config.smem_bytes, tuple(parameters))
 
 
 def _descriptors(config: GemmConfig, m: int, n: int, k: int) -> Iterator[Descriptor]:
     tile = config.tile
     swizzle = f"{tile.k}B"
-    for operand, rows, tile_rows in (("xq", m, tile.m), ("wq", n, tile.n)):
+    codes = [("xq", m, tile.m), ("wq", n, tile.n)]
+    scales = [("sx", m), ("sw", n)]
+    if tile.swap_ab:
+        codes, scales = codes[::-1], scales[::-1]
+    for operand, rows, tile_rows in codes:
         yield Descriptor(operand, "u8", (k, rows), k, (tile.k, tile_rows), swizzle)
     if not config.block_scaled:
         return
     words = SCALE_BLOCK_BYTES // 4
     row_words = -(-k // SCALE_BLOCK_K) * words
-    for operand, rows, blocks in (
-        ("sx", m, config.scale_blocks_a),
-        ("sw", n, config.scale_blocks_b),
-    ):
+    all_blocks = (config.scale_blocks_a, config.scale_blocks_b)
+    for (operand, rows), blocks in zip(scales, all_blocks, strict=True):
         shape = (row_words, -(-rows // SCALE_BLOCK_ROWS))
         yield Descriptor(operand, "s32", shape, 4 * row_words, (words, blocks), "none")
 

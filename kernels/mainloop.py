@@ -1,8 +1,9 @@
-"""The main loop of one MMA warp: fragments and scales from shared memory, MMAs, stage by stage.
+"""The MMA warps' main loop: fragments from shared memory, MMAs, stage by stage.
 
 Within a stage a k-block multiplies while the next one loads; the last k-block of a stage multiplies
 while the first of the next stage loads. So the tensor core waits for shared memory only at an
-output tile's first k-block.
+output tile's first k-block. The last k-tile is apart from the loop: only there is nothing to load
+ahead, and padding of K to leave out.
 """
 
 from __future__ import annotations
@@ -12,23 +13,32 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, cute
 
-from .block_scales import last_k_mask, load_scale_words, scale_source
-from .config import MMA_K, MMA_M, MMA_N, SCALE_BLOCK_BYTES, GemmConfig
+from .block_scales import (
+    load_scale_words,
+    missing_k_blocks,
+    next_half,
+    scale_source,
+    take_scale_words,
+)
+from .config import MMA_K, MMA_M, MMA_N, SCALE_BLOCK_BYTES, SCALE_BLOCK_K, GemmConfig
 from .mma import Instruction, Scales, mma_m16n8k32
 from .ring import Ring, advance
+from .scheduler import Work, WorkTile
 from .smem import fragment_address, load_fragments
 
 
 class Fragments(NamedTuple):
     """Registers of one MMA warp: what it multiplies, double-buffered by k-block, and the sums.
 
-    ``scales`` holds a word per 32 rows of A, then of B, for the stage at work and for the next.
+    ``words`` holds a word of scales per 32 rows of A, then of B, for the stage at work;
+    ``loaded`` the next stage's, as they are in memory.
     """
 
     a: cute.Tensor  # (16, rows / 16, 2)
     b: cute.Tensor
-    acc: cute.Tensor  # (4, columns / 8, rows / 16)
-    scales: Any  # (words of A and B, 2) or None
+    acc: cute.Tensor  # (4, rows of B / 8, rows of A / 16)
+    words: Any  # (words of A and B,) or None
+    loaded: Any
 
 
 class Source(NamedTuple):
@@ -40,15 +50,6 @@ class Source(NamedTuple):
     scales_b: Any
 
 
-class Work(NamedTuple):
-    """Tiles of the problem, and how many k-tiles and k-blocks (32) each takes."""
-
-    tiles_m: Int32
-    tiles_n: Int32
-    k_tiles: Int32
-    k_blocks: Int32
-
-
 class Mainloop:
     """Specialised by a :class:`GemmConfig` and the MMA of the target."""
 
@@ -57,21 +58,23 @@ class Mainloop:
         self.tile = config.tile
         self.instruction = instruction
         # One word per lane and 32 rows of the warp tile.
-        self.words_a = -(-config.tile.warp_m // 32) if config.block_scaled else 0
-        self.words_b = config.tile.warp_n // 32 if config.block_scaled else 0
+        self.words_a = -(-config.tile.warp_a // 32) if config.block_scaled else 0
+        self.words_b = -(-config.tile.warp_b // 32) if config.block_scaled else 0
+        self.half_blocks = config.block_scaled and config.tile.k < SCALE_BLOCK_K
 
     @cute.jit
-    def source(self, ring: Ring, warp_m: Int32, warp_n: Int32, lane: Int32) -> Source:
-        """Where this lane of the warp tile at (warp_m, warp_n) finds its codes.
+    def source(self, ring: Ring, warp_a: Int32, warp_b: Int32, lane: Int32) -> Source:
+        """Where this lane of the warp tile at (warp_a, warp_b) finds its codes.
 
         ldmatrix.x4 takes row addresses from lanes 0-7, 8-15, 16-23, 24-31 for its four matrices:
         for A (rows, half) = (0-7, 0), (8-15, 0), (0-7, 1), (8-15, 1); for B (0-7, 0), (0-7, 1),
-        (8-15, 0), (8-15, 1).
+        (8-15, 0), (8-15, 1). A B of 8 rows is read twice.
         """
         k = self.tile.k
+        row_b = lane % 8 if self.tile.warp_b == 8 else lane // 16 * 8 + lane % 8
         return Source(
-            a=fragment_address(ring.a, k, warp_m, lane % 16, lane // 16),
-            b=fragment_address(ring.b, k, warp_n, lane // 16 * 8 + lane % 8, lane // 8 % 2),
+            a=fragment_address(ring.a, k, warp_a, lane % 16, lane // 16),
+            b=fragment_address(ring.b, k, warp_b, row_b, lane // 8 % 2),
             scales_a=None,
             scales_b=None,
         )
@@ -86,26 +89,54 @@ class Mainloop:
         size: cute.Coord,
         lane: Int32,
     ) -> Source:
-        """The same, with where the scales of the output tile at ``origin`` are."""
+        """The same, with where the scales of the tile at ``origin``, in rows of A and B, are."""
         scales_a = scale_source(
-            ring.scales_a, origin[0], warp_origin[0], self.tile.warp_m, size[0], lane
+            ring.scales_a, origin[0], warp_origin[0], self.tile.warp_a, size[0], lane
         )
         scales_b = scale_source(
-            ring.scales_b, origin[1], warp_origin[1], self.tile.warp_n, size[1], lane
+            ring.scales_b, origin[1], warp_origin[1], self.tile.warp_b, size[1], lane
         )
         return Source(source.a, source.b, scales_a, scales_b)
 
     @cute.jit
     def make_fragments(self) -> Fragments:
         """Two k-blocks of fragments: one multiplies while the other loads."""
-        rows, columns = self.tile.warp_m, self.tile.warp_n
+        a, b = self.tile.warp_a, self.tile.warp_b
         words = self.words_a + self.words_b
         return Fragments(
-            a=cute.make_rmem_tensor((16, rows // 16, 2), Float8E4M3FN),
-            b=cute.make_rmem_tensor((16, columns // 16, 2), Float8E4M3FN),
-            acc=cute.make_rmem_tensor((4, columns // MMA_N, rows // MMA_M), Float32),
-            scales=cute.make_rmem_tensor((words, 2), Int32) if words else None,
+            a=cute.make_rmem_tensor((16, a // 16, 2), Float8E4M3FN),
+            b=cute.make_rmem_tensor((16, -(-b // 16), 2), Float8E4M3FN),
+            acc=cute.make_rmem_tensor((4, b // MMA_N, a // MMA_M), Float32),
+            words=cute.make_rmem_tensor(words, Int32) if words else None,
+            loaded=cute.make_rmem_tensor(words, Int32) if words else None,
         )
+
+    @cute.jit
+    def __call__(
+        self,
+        source: Source,
+        fragments: Fragments,
+        ring: Ring,
+        stage: Int32,
+        phase: Int32,
+        part: WorkTile,
+        work: Work,
+    ):
+        """Add up the k-tiles of one unit of work; the ring's position after them."""
+        fragments.acc.fill(0.0)
+        missing = Int32(0)
+        if cutlass.const_expr(self.config.block_scaled):
+            if part.k_first + part.k_count == work.k_tiles:
+                k_blocks = self.tile.k // MMA_K
+                missing = missing_k_blocks(work.k_blocks - (work.k_tiles - 1) * k_blocks)
+            if cutlass.const_expr(self.half_blocks):
+                if part.k_first % 2 == 1:
+                    self._next_half(source)
+        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        self.load_stage_start(source, fragments, stage)
+        for _ in cutlass.range(part.k_count - 1, unroll=1):
+            stage, phase = self.multiply_k_tile(source, fragments, ring, stage, phase)
+        return self.multiply_k_tile(source, fragments, ring, stage, phase, missing)
 
     @cute.jit
     def multiply_k_tile(
@@ -115,14 +146,17 @@ class Mainloop:
         ring: Ring,
         stage: Int32,
         phase: Int32,
-        work: Work,
-        k_tile: Int32,
+        missing: Int32 | None = None,
     ):
-        """One stage: its k-blocks in turn, each one's successor loading meanwhile."""
+        """One stage: its k-blocks in turn, each one's successor loading meanwhile.
+
+        Args:
+            missing: in the last k-tile, which k-blocks are past the end of K.
+        """
         k_blocks = self.tile.k // MMA_K
         next_stage, next_phase = advance(stage, phase, self.tile.stages)
         if cutlass.const_expr(self.config.block_scaled):
-            fragments.scales[None, 0].store(fragments.scales[None, 1].load())
+            self._take_scales(source, fragments, missing)
         for k_block in cutlass.range_constexpr(k_blocks):
             if cutlass.const_expr(k_block + 1 < k_blocks):
                 self.load_k_block(source, fragments, k_block + 1, stage)
@@ -133,9 +167,9 @@ class Mainloop:
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(ring.empty + stage)
-                if k_tile + 1 < work.k_tiles:
+                if cutlass.const_expr(missing is None):
                     cute.arch.mbarrier_wait(ring.full + next_stage, next_phase)
-                    self.load_stage_start(source, fragments, next_stage, work, k_tile + 1)
+                    self.load_stage_start(source, fragments, next_stage)
             self.multiply_k_block(fragments, k_block)
         return next_stage, next_phase
 
@@ -145,14 +179,14 @@ class Mainloop:
         buffer = k_block % 2
         # One ldmatrix.x4 of B holds two 8-column fragments.
         pairs_b = cute.logical_divide(fragments.b, (8, None, None))
-        for mi in cutlass.range_constexpr(self.tile.warp_m // MMA_M):
-            for ni in cutlass.range_constexpr(self.tile.warp_n // MMA_N):
+        for mi in cutlass.range_constexpr(self.tile.warp_a // MMA_M):
+            for ni in cutlass.range_constexpr(self.tile.warp_b // MMA_N):
                 scales = None
                 if cutlass.const_expr(self.config.block_scaled):
                     # A word serves two 16-row tiles of A, four 8-column tiles of B.
                     scales = Scales(
-                        a=fragments.scales[mi // 2, 0],
-                        b=fragments.scales[self.words_a + ni // 4, 0],
+                        a=fragments.words[mi // 2],
+                        b=fragments.words[self.words_a + ni // 4],
                         byte_id=k_block,
                         thread_id_a=mi % 2,
                         thread_id_b=ni % 4,
@@ -166,25 +200,14 @@ class Mainloop:
                 )
 
     @cute.jit
-    def load_stage_start(
-        self, source: Source, fragments: Fragments, stage: Int32, work: Work, k_tile: Int32
-    ):
+    def load_stage_start(self, source: Source, fragments: Fragments, stage: Int32):
         """What a stage's first MMAs need: its scales, for all its k-blocks, and k-block 0."""
         if cutlass.const_expr(self.config.block_scaled):
-            mask = Int32(-1)
-            if k_tile + 1 == work.k_tiles:
-                mask = last_k_mask(work.k_blocks, work.k_tiles)
-            words = cute.make_tensor(
-                fragments.scales[None, 1].iterator, cute.make_layout(self.words_a + self.words_b)
-            )
-            words_a = cute.make_tensor(words.iterator, cute.make_layout(self.words_a))
-            words_b = cute.make_tensor(
-                words.iterator + self.words_a, cute.make_layout(self.words_b)
-            )
+            words_a, words_b = self._by_operand(fragments.loaded)
             bytes_a = self.config.scale_blocks_a * SCALE_BLOCK_BYTES
             bytes_b = self.config.scale_blocks_b * SCALE_BLOCK_BYTES
-            load_scale_words(words_a, source.scales_a, stage * bytes_a, mask)
-            load_scale_words(words_b, source.scales_b, stage * bytes_b, mask)
+            load_scale_words(words_a, source.scales_a, stage * bytes_a)
+            load_scale_words(words_b, source.scales_b, stage * bytes_b)
         self.load_k_block(source, fragments, 0, stage)
 
     @cute.jit
@@ -193,7 +216,30 @@ class Mainloop:
     ):
         """``ldmatrix`` of one k-block into the fragment buffer of its parity."""
         tile, buffer = self.tile, k_block % 2
-        address_a = source.a + stage * (tile.m * tile.k)
-        address_b = source.b + stage * (tile.n * tile.k)
+        address_a = source.a + stage * (tile.rows_a * tile.k)
+        address_b = source.b + stage * (tile.rows_b * tile.k)
         load_fragments(fragments.a[None, None, buffer], address_a, k_block, tile.k)
         load_fragments(fragments.b[None, None, buffer], address_b, k_block, tile.k)
+
+    @cute.jit
+    def _take_scales(self, source: Source, fragments: Fragments, missing: Int32 | None):
+        """The loaded words become those of the stage at work."""
+        words_a, words_b = self._by_operand(fragments.words)
+        loaded_a, loaded_b = self._by_operand(fragments.loaded)
+        take_scale_words(words_a, loaded_a, source.scales_a, missing)
+        take_scale_words(words_b, loaded_b, source.scales_b, missing)
+        if cutlass.const_expr(self.half_blocks):
+            self._next_half(source)
+
+    @cute.jit
+    def _next_half(self, source: Source):
+        next_half(source.scales_a)
+        next_half(source.scales_b)
+
+    @cute.jit
+    def _by_operand(self, words: cute.Tensor):
+        """The words of A, and those of B."""
+        return (
+            cute.make_tensor(words.iterator, cute.make_layout(self.words_a)),
+            cute.make_tensor(words.iterator + self.words_a, cute.make_layout(self.words_b)),
+        )

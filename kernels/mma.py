@@ -30,9 +30,10 @@ from cutlass import Float32, Int16, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 
+from .floats import E8M0_BIAS, E8M0_NAN, exp2
+
 #: Four ue8m0 bytes of 127: 2^0 in every byte, whichever one the selector picks.
 UNIT_SCALES = 0x7F7F7F7F
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class Instruction(Enum):
@@ -161,11 +162,11 @@ def _add_scaled(c: cute.Tensor, product: cute.Tensor, scales: Scales):
         for e in cutlass.range_constexpr(2):
             lane_b = (2 * (lane % 4) + e) * 4 + scales.thread_id_b
             byte_b = _byte(cute.arch.shuffle_sync(scales.b, lane_b), scales.byte_id)
-            exponent = byte_a + byte_b - 2 * _E8M0_BIAS
+            exponent = byte_a + byte_b - 2 * E8M0_BIAS
             # In two factors: the sum spans 2^-254 to 2^254.
             first = exponent >> 1
-            scaled = product[2 * half + e] * _exp2(first) * _exp2(exponent - first)
-            is_nan = (byte_a == _E8M0_NAN) | (byte_b == _E8M0_NAN)
+            scaled = product[2 * half + e] * exp2(first) * exp2(exponent - first)
+            is_nan = (byte_a == E8M0_NAN) | (byte_b == E8M0_NAN)
             scaled = Float32(select_(is_nan, Float32(float("nan")), scaled))
             c[2 * half + e] = c[2 * half + e] + scaled
 
@@ -173,10 +174,3 @@ def _add_scaled(c: cute.Tensor, product: cute.Tensor, scales: Scales):
 @cute.jit
 def _byte(word: Int32, index: cutlass.Constexpr) -> Int32:
     return (word >> (8 * index)) & 0xFF
-
-
-@cute.jit
-def _exp2(exponent: Int32) -> Float32:
-    """2^exponent from its bits, for -127 (a denormal) to 127."""
-    bits = Int32(select_(exponent == -_E8M0_BIAS, Int32(1 << 22), (exponent + _E8M0_BIAS) << 23))
-    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))

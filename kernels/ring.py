@@ -1,4 +1,4 @@
-"""The ring of shared-memory stages between producer and MMA warps, and its barriers."""
+"""The ring of shared-memory stages between producer and MMA warps, and all barriers of a CTA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cutlass import Float8E4M3FN, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from .config import SCALE_BLOCK_BYTES, STAGE_ALIGNMENT
+from .config import SCALE_BLOCK_BYTES, STAGE_ALIGNMENT, GemmConfig
+from .scheduler import Answers
 
 
 class Loads(NamedTuple):
@@ -24,17 +25,20 @@ class Loads(NamedTuple):
 class Ring(NamedTuple):
     """The ring of stages in shared memory and its barriers."""
 
-    a: cute.Tensor  # (tile m, tile k, stages)
+    a: cute.Tensor  # (rows of A, k, stages)
     b: cute.Tensor
     scales_a: Any  # (blocks, 128 words, stages) or None
     scales_b: Any
     full: cute.Pointer
     empty: cute.Pointer
+    turn: Any  # a barrier per ping-pong group: its turn to multiply; or None
+    answers: Any  # Answers of a dynamic schedule, or None
 
 
 @cute.jit
-def make_ring(loads: Loads, tile: cutlass.Constexpr, warp: Int32) -> Ring:
+def make_ring(loads: Loads, config: cutlass.Constexpr[GemmConfig], warp: Int32) -> Ring:
     """Allocate the stages and barriers; initialise the barriers."""
+    tile = config.tile
     smem = SmemAllocator()
     codes = [
         smem.allocate_tensor(
@@ -51,13 +55,16 @@ def make_ring(loads: Loads, tile: cutlass.Constexpr, warp: Int32) -> Ring:
         else smem.allocate_tensor(Int32, load.smem_layout, byte_alignment=SCALE_BLOCK_BYTES)
         for load in (loads.scales_a, loads.scales_b)
     ]
-    full = smem.allocate_array(Int64, tile.stages)
-    empty = smem.allocate_array(Int64, tile.stages)
+    answer = smem.allocate_array(Int32, 4, byte_alignment=16) if config.dynamic else None
+    # Barriers, and how many arrivals complete a phase of each.
+    counts = [1] * tile.stages + [tile.group_warps] * tile.stages
+    counts += [tile.group_warps] * tile.groups if tile.pingpong else []
+    counts += [1, tile.mma_warps + 1] if config.dynamic else []
+    barriers = smem.allocate_array(Int64, config.barriers)
     if warp == 0:
         with cute.arch.elect_one():
-            for stage in cutlass.range_constexpr(tile.stages):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, tile.mma_warps)
+            for i in cutlass.range_constexpr(len(counts)):
+                cute.arch.mbarrier_init(barriers + i, counts[i])
         # TMA, another proxy, signals these barriers: it must see them initialised.
         cute.arch.mbarrier_init_fence()
     elif warp == tile.mma_warps:
@@ -65,7 +72,17 @@ def make_ring(loads: Loads, tile: cutlass.Constexpr, warp: Int32) -> Ring:
             if cutlass.const_expr(load is not None):
                 cpasync.prefetch_descriptor(load.atom)
     cute.arch.sync_threads()
-    return Ring(codes[0], codes[1], scales[0], scales[1], full, empty)
+    others = barriers + 2 * tile.stages
+    return Ring(
+        codes[0],
+        codes[1],
+        scales[0],
+        scales[1],
+        full=barriers,
+        empty=barriers + tile.stages,
+        turn=others if tile.pingpong else None,
+        answers=Answers(answer, others, others + 1) if config.dynamic else None,
+    )
 
 
 @cute.jit
@@ -76,3 +93,11 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
         stage = Int32(0)
         phase = phase ^ 1
     return stage, phase
+
+
+@cute.jit
+def skip(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr):
+    """The stage ``count`` further on."""
+    stage = stage + count
+    rounds = stage // stages
+    return stage - rounds * stages, phase ^ (rounds & 1)

@@ -18,7 +18,8 @@ import torch
 import cute_fp8
 from cute_fp8 import cute_backend
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
-from cute_fp8.kernels.config import TILES, TileConfig
+from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.tiles import TILES
 
 
 def cases(variant: str, tile: TileConfig) -> Iterator[GemmCase]:

@@ -15,10 +15,11 @@ import pytest
 
 from cute_fp8 import cache, compiler
 from cute_fp8.cache_key import Key
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TILE_32x64
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.tiles import TILE_64x64
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = GemmConfig(TILE_32x64, EpilogueConfig())
+SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
 KEY, OTHER = Key(b'{"kernel": "a"}'), Key(b'{"kernel": "b"}')
 PROCESSES = 16
 NOBODY = 65534

@@ -12,9 +12,10 @@ import pytest
 
 from cute_fp8 import cache_key
 from cute_fp8.cache_key import key_of, must_compile
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TILE_32x64
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig
+from cute_fp8.kernels.tiles import TILE_64x64
 
-SMALL = GemmConfig(TILE_32x64, EpilogueConfig())
+SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_120a"
 
 
@@ -23,7 +24,7 @@ def test_what_is_asked_for_counts() -> None:
         key_of(SMALL, "sm_120a", OPTIONS),
         key_of(SMALL, "sm_121a", OPTIONS),
         key_of(SMALL, "sm_120a", f"{OPTIONS} --opt-level 2"),
-        key_of(replace(SMALL, tile=replace(TILE_32x64, stages=7)), "sm_120a", OPTIONS),
+        key_of(replace(SMALL, tile=replace(TILE_64x64, stages=7)), "sm_120a", OPTIONS),
         key_of(replace(SMALL, epilogue=EpilogueConfig(bias="float32")), "sm_120a", OPTIONS),
         key_of(replace(SMALL, variant="mxfp8"), "sm_120a", OPTIONS),
         key_of(RelayoutConfig(), "sm_120a", OPTIONS),

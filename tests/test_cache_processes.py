@@ -23,10 +23,11 @@ import torch
 import cute_fp8
 from cute_fp8 import cache, compiler, workers
 from cute_fp8.cache_key import Key
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TILE_32x64
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.tiles import TILE_64x64
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = GemmConfig(TILE_32x64, EpilogueConfig())
+SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
 KEY, OTHER = Key(b'{"kernel": "a"}'), Key(b'{"kernel": "b"}')
 PROCESSES = 16
 
@@ -235,7 +236,7 @@ def killed_before_the_rename() -> None:
 def test_threads_compile_each_kernel_once(
     kernels: int, fake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [GemmConfig(TILE_32x64, e) for e in compiler.EPILOGUES[:kernels]]
+    configs = [GemmConfig(TILE_64x64, e) for e in compiler.EPILOGUES[:kernels]]
     built: list[GemmConfig] = []
 
     def build(config: GemmConfig, target: str) -> Fake:

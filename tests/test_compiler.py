@@ -22,17 +22,15 @@ from cute_fp8.kernels.config import (
     ACTIVATIONS,
     OUT_DTYPES,
     SMEM_LIMIT_SM120,
-    TILES,
     EpilogueConfig,
     GemmConfig,
-    TILE_32x64,
-    TILE_128x128,
     TileConfig,
 )
+from cute_fp8.kernels.tiles import TILES, TILE_64x64, TILE_128x128
 from cute_fp8.sass import Code
 from cute_fp8.targets import TARGETS, capability_of_target, check_target, target_of
 
-SMALL = GemmConfig(TILE_32x64, EpilogueConfig())
+SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
 SMALL_MX = GemmConfig(TILES["mxfp8"][1], EpilogueConfig(), "mxfp8")
 #: The epilogue with the most in registers.
 LARGE = GemmConfig(TILE_128x128, EpilogueConfig("bfloat16", "bfloat16", "bfloat16", "gelu"))

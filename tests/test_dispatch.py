@@ -16,7 +16,8 @@ import torch
 import cute_fp8
 from cute_fp8 import explain, settings
 from cute_fp8.gemm_case import gemm_case
-from cute_fp8.kernels.config import TILES, TileConfig
+from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.tiles import TILES
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 DTYPES = (BF16, FP16, FP32)

@@ -9,8 +9,9 @@ import shutil
 import pytest
 
 from cute_fp8 import cli, verify
-from cute_fp8.kernels.config import TILES, EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
 from cute_fp8.kernels.launch import describe
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.verify import build_ptx, check_ptx, problem_of, verify_kernel
 
 #: Two stages: the same code as any number of them, checked in seconds.

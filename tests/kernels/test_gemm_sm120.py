@@ -10,7 +10,8 @@ import torch
 
 import cute_fp8
 from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case
-from cute_fp8.kernels.config import ACTIVATIONS, TILES
+from cute_fp8.kernels.config import ACTIVATIONS
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.testing import KINDS
 
 pytestmark = pytest.mark.gpu

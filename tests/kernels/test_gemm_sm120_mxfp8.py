@@ -16,7 +16,8 @@ import cute_fp8
 from cute_fp8 import compiler
 from cute_fp8.cute_backend import ScaleBlocks
 from cute_fp8.gemm_case import GemmCase, mxfp8_case, poisoned_blocks
-from cute_fp8.kernels.config import ACTIVATIONS, TILES
+from cute_fp8.kernels.config import ACTIVATIONS
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.numerics import quantize_mxfp8
 from cute_fp8.scales import from_blocked
 from cute_fp8.targets import target_of

@@ -1,0 +1,61 @@
+"""Scratch memory of split-K kernels: zeroed once, one per device and stream, or per graph.
+
+Such a kernel finds its counters at 0 and leaves them at 0, so that launches that follow one another
+share a workspace; launches that may overlap must not. Streams therefore have one each. A graph may
+be replayed on any stream, so whatever is captured gets its own, whose zeroing is part of the graph:
+once per capture and stream, not per call.
+"""
+
+from __future__ import annotations
+
+import torch
+from cuda.bindings import runtime
+from torch import Tensor
+
+from cute_fp8.capture import is_capturing
+
+#: Freshly made workspaces are at least this large (4 MB), so that few calls make a larger one.
+_LEAST_WORDS = 1 << 20
+
+#: (device index, stream, capture); 0 for no capture.
+Key = tuple[int, int, int]
+_of_stream: dict[Key, Tensor] = {}
+#: Those of captures that have ended are dropped at the next one, and with that the memory goes back
+#: to the pool of their graph, to whom it belongs.
+_of_capture: dict[Key, Tensor] = {}
+
+
+def workspace(device: torch.device, words: int) -> Tensor:
+    """At least ``words`` 32-bit words for a launch on the current stream of ``device``.
+
+    The counters at its beginning are 0 when the launch runs.
+    """
+    index = device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if not is_capturing():
+        return _at_least(_of_stream, (index, stream, 0), device, words)
+    capture = _capture_id(stream)
+    for key in [key for key in _of_capture if key[2] != capture]:
+        _of_capture.pop(key, None)
+    return _at_least(_of_capture, (index, stream, capture), device, words)
+
+
+def _at_least(store: dict[Key, Tensor], key: Key, device: torch.device, words: int) -> Tensor:
+    found = store.get(key)
+    if found is None or found.numel() < words:
+        size = max(words, _LEAST_WORDS)
+        found = store[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return found
+
+
+def _capture_id(stream: int) -> int:
+    error, _, capture, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"cudaStreamGetCaptureInfo: got {error.name}, must be cudaSuccess")
+    return int(capture)
+
+
+def forget() -> None:
+    """Drop every workspace (for tests)."""
+    _of_stream.clear()
+    _of_capture.clear()

@@ -29,8 +29,8 @@ from .mma import UNIT_SCALES
 #: 32-bit words of a block; rows that one word per lane serves.
 BLOCK_WORDS, GROUP_ROWS = SCALE_BLOCK_BYTES // 4, 32
 #: Selectors of ``prmt(word, unit scales)``, a nibble per byte: the word as it is; unit scales (4
-#: and up pick from the second operand). And what turns either kind to the word's other half.
-_KEEP, _REPLACE, _OTHER_HALF = 0x3210, 0x4444, 0x2222
+#: and up pick from the second operand).
+_KEEP, _REPLACE = 0x3210, 0x4444
 
 
 @cute.jit
@@ -91,7 +91,9 @@ def scale_source(
     selectors = cute.make_rmem_tensor(-(-warp_rows // GROUP_ROWS), Int32)
     for group in cutlass.range_constexpr(cute.size(selectors)):
         exists = GROUP_ROWS * group < rows_left
-        selectors[group] = Int32(select_(exists, Int32(_KEEP), Int32(_REPLACE)))
+        choice = Int32(select_(exists, Int32(0x3210), Int32(0x7654)))
+        # By prmt, which the compiler cannot see through: it would work it out anew in every k-tile.
+        selectors[group] = Int32(cute.arch.prmt(Int32(_KEEP), Int32(_REPLACE), choice))
     return ScaleSource(stages.iterator.toint() + 4 * word, selectors)
 
 
@@ -113,23 +115,16 @@ def take_scale_words(
     """``loaded`` to ``words``, unit scales in place of padding.
 
     Args:
-        missing: ``missing_k_blocks`` in the last k-tile.
+        missing: ``missing_k_blocks`` in the last word.
     """
     for group in cutlass.range_constexpr(cute.size(words)):
         selector = source.selectors[group]
         if cutlass.const_expr(missing is not None):
             selector = selector | missing
-        words[group] = cute.arch.prmt(loaded[group], Int32(UNIT_SCALES), selector)
-
-
-@cute.jit
-def next_half(source: ScaleSource):
-    """Turn to the other two k-blocks of each word, for k-tiles of half a block's 128."""
-    for group in cutlass.range_constexpr(cute.size(source.selectors)):
-        source.selectors[group] = source.selectors[group] ^ _OTHER_HALF
+        words[group] = Int32(cute.arch.prmt(loaded[group], Int32(UNIT_SCALES), selector))
 
 
 @cute.jit
 def missing_k_blocks(existing: Int32) -> Int32:
-    """For a k-tile of which only ``existing`` k-blocks are inside K: replaces the bytes after."""
+    """For a word of which only ``existing`` k-blocks are inside K: replaces the bytes after."""
     return (_REPLACE << (4 * existing)) & 0xFFFF

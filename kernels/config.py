@@ -260,6 +260,15 @@ class GemmConfig:
         return -(-self.tile.rows_b // SCALE_BLOCK_ROWS) if self.block_scaled else 0
 
     @property
+    def k_granule(self) -> int:
+        """K-tiles that stay together: where they share a block of scales, 128 of K."""
+        return SCALE_BLOCK_K // self.tile.k if self.block_scaled else 1
+
+    def max_splits(self, k: int) -> int:
+        """Into how many parts K can be split."""
+        return -(-k // (self.tile.k * self.k_granule))
+
+    @property
     def stages(self) -> int:
         """Stages of the ring."""
         return self.tile.stages

@@ -42,6 +42,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .barriers import wait
 from .block_scales import scale_load_atom
 from .config import (
     K_MULTIPLE,
@@ -184,7 +185,7 @@ class GemmSm120:
             a, b = self.by_side(part.row, part.column)
             for i in cutlass.range(part.k_count, unroll=1):
                 k_tile = part.k_first + i
-                cute.arch.mbarrier_wait(ring.empty + stage, phase)
+                wait(ring.empty + stage, phase)
                 full = ring.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, config.stage_bytes)
@@ -263,7 +264,7 @@ class GemmSm120:
                     lane,
                 )
             if cutlass.const_expr(tile.pingpong):
-                cute.arch.mbarrier_wait(ring.turn + group, turn_phase)
+                wait(ring.turn + group, turn_phase)
             stage, phase = self.mainloop(unit_source, fragments, ring, stage, phase, part, work)
             if cutlass.const_expr(tile.pingpong):
                 with cute.arch.elect_one():

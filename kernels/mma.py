@@ -23,17 +23,18 @@ thread_id_a``, its row r + 8 from the lane after; B's column c from lane ``4c + 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int16, Int32, cute
+from cutlass import Float32, Float64, Int16, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 
-from .floats import E8M0_BIAS, E8M0_NAN, exp2
+from .floats import E8M0_BIAS, E8M0_NAN
 
 #: Four ue8m0 bytes of 127: 2^0 in every byte, whichever one the selector picks.
 UNIT_SCALES = 0x7F7F7F7F
+_FP64_BIAS, _FP64_MANTISSA, _FP64_NAN = 1023, 52, 0x7FF8 << 48
 
 
 class Instruction(Enum):
@@ -56,14 +57,12 @@ class Instruction(Enum):
         raise ValueError(f"target: got {target!r}, must be of the sm_12x family, or sm_90a")
 
 
-class Scales(NamedTuple):
-    """This lane's scale registers for one MMA, and which of their bytes and lanes it reads."""
+class Selected(NamedTuple):
+    """A register of four scales, and which of its bytes, of which lanes, an MMA reads."""
 
-    a: Int32
-    b: Int32
+    word: Int32
     byte_id: int
-    thread_id_a: int
-    thread_id_b: int
+    thread_id: int
 
 
 _PTX = {
@@ -84,15 +83,37 @@ _CONSTRAINTS = {
 }
 
 
+def scales_a(instruction: Instruction, selected: Selected) -> Any:
+    """A's scales as ``mma_m16n8k32`` takes them: of rows ``lane/4`` and ``lane/4 + 8``."""
+    if instruction is Instruction.BLOCK_SCALE:
+        return selected
+    lane = cute.arch.lane_idx() // 4 * 4 + 2 * selected.thread_id
+    return _factor(selected, lane), _factor(selected, lane + 1)
+
+
+def scales_b(instruction: Instruction, selected: Selected) -> Any:
+    """B's scales: of columns ``2*(lane%4)`` and the next."""
+    if instruction is Instruction.BLOCK_SCALE:
+        return selected
+    lane = cute.arch.lane_idx() % 4 * 8 + selected.thread_id
+    return _factor(selected, lane), _factor(selected, lane + 4)
+
+
+def unit_scales(instruction: Instruction, word: Int32) -> Any:
+    """Scales of 1 for either operand, from a word of ``UNIT_SCALES``."""
+    return Selected(word, 0, 0) if instruction is Instruction.BLOCK_SCALE else None
+
+
 @cute.jit
 def mma_m16n8k32(
     instruction: cutlass.Constexpr,
     a: cute.Tensor,
     b: cute.Tensor,
     c: cute.Tensor,
-    scales: Scales | None = None,
+    scale_a: Any,
+    scale_b: Any,
 ):
-    """``c += (a * scale_a) @ (b * scale_b).T`` for one warp; unit scales where there are none.
+    """``c += (a * scale_a) @ (b * scale_b).T`` for one warp.
 
     Args:
         instruction: what to emit; a trace-time constant.
@@ -101,18 +122,26 @@ def mma_m16n8k32(
             ``ldmatrix.x4`` leaves them.
         b: 8 codes per lane: column ``lane/4``, K halves 0 and 1.
         c: 4 fp32 per lane: rows ``lane/4`` and ``lane/4 + 8``, columns ``2*(lane%4)`` and the next.
+        scale_a, scale_b: from ``scales_a`` and ``scales_b``, or ``unit_scales``.
     """
     if cutlass.const_expr(instruction is Instruction.BLOCK_SCALE):
-        if cutlass.const_expr(scales is None):
-            scales = Scales(Int32(UNIT_SCALES), Int32(UNIT_SCALES), 0, 0, 0)
-        _emit(instruction, a, b, c, c, scales)
-    elif cutlass.const_expr(scales is None):
-        _emit(instruction, a, b, c, c, None)
+        _emit(instruction, a, b, c, c, scale_a, scale_b)
+    elif cutlass.const_expr(scale_a is None):
+        _emit(instruction, a, b, c, c, None, None)
     else:
         product = cute.make_rmem_tensor(4, Float32)
         product.fill(0.0)
-        _emit(instruction, a, b, product, product, None)
-        _add_scaled(c, product, scales)
+        _emit(instruction, a, b, product, product, None, None)
+        for half in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                # In fp64, whose range holds the product of any two scales: exact until rounded.
+                scaled = product[2 * half + e].to(Float64) * (scale_a[half] * scale_b[e])
+                c[2 * half + e] = c[2 * half + e] + scaled.to(Float32)
+
+
+def kept(value: int) -> Int32:
+    """A constant in a register that stays: the compiler would load it anew in every loop."""
+    return Int32(cute.arch.prmt(Int32(value), Int32(0), Int32(0x3210)))
 
 
 @dsl_user_op
@@ -122,7 +151,8 @@ def _emit(
     b: cute.Tensor,
     c: cute.Tensor,
     d: cute.Tensor,
-    scales: Scales | None,
+    scale_a: Selected | None,
+    scale_b: Selected | None,
     *,
     loc: object = None,
     ip: object = None,
@@ -132,10 +162,9 @@ def _emit(
     words_b = cute.recast_tensor(b, Int32, loc=loc, ip=ip)
     operands = [words_a[i] for i in range(4)] + [words_b[i] for i in range(2)]
     operands += [c[i] for i in range(4)]
-    if scales is not None:
-        byte = Int16(scales.byte_id)
-        operands += [scales.a, byte, Int16(scales.thread_id_a)]
-        operands += [scales.b, byte, Int16(scales.thread_id_b)]
+    for scale in (scale_a, scale_b):
+        if scale is not None:
+            operands += [scale.word, Int16(scale.byte_id), Int16(scale.thread_id)]
     f32 = Float32.mlir_type
     result = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4),
@@ -152,25 +181,10 @@ def _emit(
         d[i] = Float32(llvm.extractvalue(f32, result, [i], loc=loc, ip=ip))
 
 
-@cute.jit
-def _add_scaled(c: cute.Tensor, product: cute.Tensor, scales: Scales):
-    """``c += product * 2^(ea + eb)``, each scale fetched from where the hardware would read it."""
-    lane = cute.arch.lane_idx()
-    for half in cutlass.range_constexpr(2):
-        lane_a = lane // 4 * 4 + 2 * scales.thread_id_a + half
-        byte_a = _byte(cute.arch.shuffle_sync(scales.a, lane_a), scales.byte_id)
-        for e in cutlass.range_constexpr(2):
-            lane_b = (2 * (lane % 4) + e) * 4 + scales.thread_id_b
-            byte_b = _byte(cute.arch.shuffle_sync(scales.b, lane_b), scales.byte_id)
-            exponent = byte_a + byte_b - 2 * E8M0_BIAS
-            # In two factors: the sum spans 2^-254 to 2^254.
-            first = exponent >> 1
-            scaled = product[2 * half + e] * exp2(first) * exp2(exponent - first)
-            is_nan = (byte_a == E8M0_NAN) | (byte_b == E8M0_NAN)
-            scaled = Float32(select_(is_nan, Float32(float("nan")), scaled))
-            c[2 * half + e] = c[2 * half + e] + scaled
-
-
-@cute.jit
-def _byte(word: Int32, index: cutlass.Constexpr) -> Int32:
-    return (word >> (8 * index)) & 0xFF
+def _factor(selected: Selected, lane: Int32) -> Float64:
+    """The scale that the hardware would read from ``lane``, by its bits."""
+    word = cute.arch.shuffle_sync(selected.word, lane)
+    byte = (word >> (8 * selected.byte_id)) & 0xFF
+    bits = (byte + (_FP64_BIAS - E8M0_BIAS)).to(Int64) << _FP64_MANTISSA
+    bits = Int64(select_(byte == E8M0_NAN, Int64(_FP64_NAN), bits))
+    return Float64(llvm.bitcast(Float64.mlir_type, bits.ir_value()))

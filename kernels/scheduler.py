@@ -21,6 +21,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cutlass_dsl import select_
 
+from .barriers import wait
 from .config import GemmConfig
 
 #: Tile rows that advance together. A wave of CTAs then touches a near-square patch of the output,
@@ -95,8 +96,7 @@ class Scheduler:
             # The parts of a tile are neighbours: they run, and are added up, at about one time.
             index = unit // work.splits
             split = unit - index * work.splits
-            k_first = split * work.k_tiles // work.splits
-            k_end = (split + 1) * work.k_tiles // work.splits
+            k_first, k_end = self.k_cut(split, work), self.k_cut(split + 1, work)
         band_tiles = RASTER_ROWS * work.tiles_n
         band = index // band_tiles
         first_row = band * RASTER_ROWS
@@ -111,15 +111,22 @@ class Scheduler:
         count = work.k_tiles
         if cutlass.const_expr(self.config.split_k):
             split = unit % work.splits
-            count = (split + 1) * work.k_tiles // work.splits - split * work.k_tiles // work.splits
+            count = self.k_cut(split + 1, work) - self.k_cut(split, work)
         return count
+
+    @cute.jit
+    def k_cut(self, split: Int32, work: Work) -> Int32:
+        """The first k-tile of a part."""
+        granule = self.config.k_granule
+        granules = cute.ceil_div(work.k_tiles, granule)
+        return cutlass.min(split * granules // work.splits * granule, work.k_tiles)
 
     # ------------------------------------------------------------------ dynamic
 
     @cute.jit
     def ask(self, answers: Answers, phase: Int32):
         """Producer warp: have the hardware write its next answer, once all have read the last."""
-        cute.arch.mbarrier_wait(answers.empty, phase ^ 1)
+        wait(answers.empty, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(answers.full, 16)
             cute.arch.issue_clc_query(answers.full, answers.unit, multicast=False)
@@ -127,7 +134,7 @@ class Scheduler:
     @cute.jit
     def answer(self, answers: Answers, phase: Int32) -> Int32:
         """Every warp: the next unit of this CTA, from the answer of this phase."""
-        cute.arch.mbarrier_wait(answers.full, phase)
+        wait(answers.full, phase)
         cta, _, _, got_one = cute.arch.clc_response(answers.unit)
         # The next answer is written by another proxy: what was read here must come before it.
         cute.arch.fence_proxy("async.shared", space="cta")

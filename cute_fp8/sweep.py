@@ -234,13 +234,14 @@ def graph_times(
     paced = replay_us is not None
     for turn in range(-(PACED_WARM_UP if paced else WARM_UP), PACED_REPLAYS if paced else REPLAYS):
         for impl, (graph, calls) in graphs.items():
-            us = _gpu_us(graph.replay)
+            us = gpu_us(graph.replay)
             if turn >= 0:
                 timed[impl][0].append(us / calls)
     return timed
 
 
-def _gpu_us(work: Callable[[], object]) -> float:
+def gpu_us(work: Callable[[], object]) -> float:
+    """Microseconds from the start of some work on the GPU to its end."""
     event: Any = torch.cuda.Event  # untyped in torch
     begin, end = (event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -254,7 +255,7 @@ def _rounds(c: Contender, replay_us: float | None) -> int:
     """How many rounds over the copies make a graph; at least one."""
     if replay_us is None:
         return -(-CALLS // c.copies)
-    us = _gpu_us(lambda: [c.call(i) for i in range(c.copies)])
+    us = gpu_us(lambda: [c.call(i) for i in range(c.copies)])
     rounds = replay_us / max(1e-3, us)
     return max(1, min(round(rounds), MOST_CALLS // c.copies))
 

@@ -21,7 +21,9 @@ from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
 from cute_fp8.scales import to_blocked
 from cute_fp8.sweep import Contender, copies_of, impl_of, rotated, route_of
 from cute_fp8.testing import inputs
-from perf.peers import Call, Operands, mxfp8, quack, rowwise, tensorwise
+from perf import quack_peer
+from perf.operands import Call, Operands
+from perf.peers import mxfp8, rowwise, tensorwise
 from perf.shapes import Shape
 
 #: Rows of a result that are compared with float64.
@@ -203,8 +205,8 @@ class Weight:
         for suffix, fast in (("", False), ("_fast", True)):
             peers[f"torch_rowwise{suffix}"] = (rowwise(operands, fast), False)
             peers[f"torch_tensorwise{suffix}"] = (tensorwise(operands, fast), True)
-        if (call := quack(operands)) is not None:
-            peers["quack"] = (call, True)
+        if quack_peer.installed():
+            peers["quack"] = (quack_peer.quack(operands), True)
         return peers
 
 

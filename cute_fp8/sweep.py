@@ -270,7 +270,7 @@ def contenders(variant: str, backends: Sequence[str], shape: Shape, device: str)
     ours = [
         Contender(
             impl_of(backend),
-            _pinned(backend, call),
+            pinned(backend, call),
             copies,
             exact,
             route_of((backend, variant), shape, device),
@@ -347,12 +347,14 @@ def _gemm(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
     return y
 
 
-def _pinned(backend: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    def pinned(i: int) -> Tensor:
+def pinned(backend: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The call, by one of our backends."""
+
+    def by_backend(i: int) -> Tensor:
         with cute_fp8.use(backend=backend):
             return call(i)
 
-    return pinned
+    return by_backend
 
 
 def copies_of(weight: Tensor, rotated_bytes: int | None = None) -> int:

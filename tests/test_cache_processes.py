@@ -87,12 +87,12 @@ def refusals(kernel: Callable[..., None]) -> None:
     """What a compiled kernel says to wrong arguments, before it looks for a GPU."""
     codes, scales = torch.zeros((8, 16)).to(torch.float8_e4m3fn), torch.zeros(8)
     out = torch.zeros((8, 8), dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="Expects 8 parameters"):
+    with pytest.raises(TypeError, match="Expects 11 parameters"):
         kernel(codes)
     with pytest.raises(ValueError, match=r"argument #0 .* expected ndim=2"):
-        kernel(scales, scales, codes, scales, None, None, out, 1)
+        kernel(scales, scales, codes, scales, None, None, out, None, None, None, 1)
     with pytest.raises(ValueError, match=r"argument #0 .* expected device_type=cuda"):
-        kernel(codes, scales, codes, scales, None, None, out, 1)
+        kernel(codes, scales, codes, scales, None, None, out, None, None, None, 1)
 
 
 def crowd(work: Callable[[int], object]) -> list[int | None]:

@@ -18,8 +18,9 @@ from cute_fp8 import cute_backend, freeze_scales, from_blocked, frozen, to_block
 from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.dispatch import TABLE, Route
 from cute_fp8.gemm_case import GemmCase, mxfp8_case
-from cute_fp8.kernels.config import TILES, EpilogueConfig, GemmConfig, RelayoutConfig
+from cute_fp8.kernels.config import RelayoutConfig
 from cute_fp8.problem import Operands, check_gemm
+from cute_fp8.selection import pick_config
 
 M, N, K = 45, 136, 96
 Run = Callable[[GemmCase], Tensor]
@@ -65,8 +66,8 @@ def run(launches: Launches) -> Run:
     def run(case: GemmCase) -> Tensor:
         operands = Operands(case.xq, case.sx, case.wq, case.sw)
         problem = check_gemm(operands, None, torch.float32, False)
-        config = GemmConfig(TILES["mxfp8"][0], EpilogueConfig(out="float32"), variant="mxfp8")
-        return CuteGemm(problem, Route(entry, "sm_120a", config)).launcher()(*operands)
+        route = Route(entry, "sm_120a", pick_config(problem))
+        return CuteGemm(problem, route).launcher()(*operands)
 
     return run
 

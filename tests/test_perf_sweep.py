@@ -205,7 +205,14 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_shapes() -> None:
     sizes = {name: len(found) for name, found in shapes.SETS.items()}
-    assert sizes == {"locdit": 4, "llama8b": 40, "qwen27b": 40, "square": 2, "host": 2, "decode": 56}
+    assert sizes == {
+        "locdit": 4,
+        "llama8b": 40,
+        "qwen27b": 40,
+        "square": 2,
+        "host": 2,
+        "decode": 56,
+    }
     found = shapes.shapes_of(["llama8b", "locdit", "square"], None, None, None)
     assert len(found) == 45  # 4096 cubed is of two sets
     weights = [shape[1:] for shape in found]

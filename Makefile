@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo archs inspect wheel clean
+.PHONY: help venv test lint format demo archs inspect sweep wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -54,6 +54,11 @@ inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was 
 		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/static/$$arch.new || exit 1; \
 	done
 	for arch in $(STATIC); do mv perf/results/static/$$arch.new perf/results/static/$$arch.json; done
+
+# Into perf/results/<gpu>/, under the names of the sets and the date; two minutes on an H200.
+sweep: $(STAMP) ## time GEMMs beside their peers on this GPU, draw them; host times too
+	$(BIN)/python -m perf.sweep llama8b locdit square --plot
+	$(BIN)/python -m perf.sweep host --eager
 
 wheel: $(STAMP) ## build the sdist and the wheel into dist/
 	$(BIN)/python -m build --no-isolation

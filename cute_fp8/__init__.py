@@ -11,6 +11,7 @@ from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquan
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.compiler import compile
 from cute_fp8.dispatch import dispatch_table, explain
+from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.numerics import (
@@ -36,6 +37,7 @@ __all__ = [
     "explain",
     "fp8_w8a8_error",
     "fp8_w8a8_linear",
+    "freeze_scales",
     "from_blocked",
     "gemm",
     "gemm_gated",

@@ -43,7 +43,8 @@ def gemm(
         sx: fp32 ``(M,)``, ``(M, 1)``, ``xq.shape[:-1]``, that plus ``(1,)``, or one element; or
             e8m0 ``[M, K/32]`` row-major (one launch more), or 1-D in ``to_blocked``'s order.
         wq: weight codes ``[N, K]`` float8_e4m3fn, as ``nn.Linear`` has them; N a multiple of 8.
-        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0, as with sx.
+        sw: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or e8m0, as with sx (no launch
+            for row-major ones after ``freeze_scales``).
         bias: ``[N]`` bf16, fp16 or fp32.
         residual: of y's shape, in ``out_dtype`` or fp32 (in bf16 or fp32 for MXFP8 output).
         activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.

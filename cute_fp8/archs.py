@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_fp8.compiler import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
-from cute_fp8.environment import ROOT, commit, environment
+from cute_fp8.environment import ROOT, commit, environment, kernel_sources
 from cute_fp8.targets import Capability, target_of
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ matmul exists on no GPU that this has run on; its glue is tested against an emul
 ## Evidence
 
 {evidence}
+
+*Kernel sources*: whether `kernels/` was then what it is now, whatever else has changed since.
 
 To add a GPU: run `python -m cute_fp8 validate` on it, from a checkout, and send the file that it
 writes to the project's issue tracker. It goes to `perf/results/<gpu>/`, and `make archs` reads it.
@@ -238,9 +240,20 @@ def render(evidence: Sequence[Evidence] | None = None, table: Sequence[Entry] = 
         cells = [cell(row, capability, evidence, table) for _, capability in COLUMNS]
         matrix.append((str(row), *cells))
     matrix += list(_outside(table))
-    listed = [("file", "on", "found")]
-    listed += [(f"[{e.name}](perf/results/{e.name})", _where(e), summary(e)) for e in evidence]
+    listed = [("file", "on", "kernel sources", "found")]
+    listed += [
+        (f"[{e.name}](perf/results/{e.name})", _where(e), sources_of(e), summary(e))
+        for e in evidence
+    ]
     return TEXT.format(matrix=_markdown(matrix), evidence=_markdown(listed))
+
+
+def sources_of(evidence: Evidence) -> str:
+    """Whether evidence is about the kernel sources of this tree, in a word or two."""
+    had = evidence.get("meta", dict).get("kernels")
+    if had is None:
+        return "not recorded"
+    return "these" if had == kernel_sources() else "others"
 
 
 def summary(evidence: Evidence) -> str:
@@ -274,7 +287,7 @@ def summary(evidence: Evidence) -> str:
 def inspection_evidence(found: Iterable[Inspection]) -> dict[str, Any]:
     """What ``compile --json`` prints: an evidence file."""
     facts = environment()
-    meta = {name: facts[name] for name in ("dsl", "cute_fp8")}
+    meta = {name: facts[name] for name in ("dsl", "cute_fp8", "kernels")}
     meta |= {"commit": commit(), "date": date.today().isoformat()}
     inspections = [{**i.as_dict(), "seconds": round(i.seconds, 1)} for i in found]
     return {"kind": "inspection", "meta": meta, "inspections": inspections}

@@ -76,7 +76,7 @@ def _surroundings() -> dict[str, str]:
 
     return {
         "cute-fp8": __version__,
-        "sources": _digest_of_sources(),
+        "sources": digest_of_sources(),
         **{package: _version(package) for package in PACKAGES},
         "cuda": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -97,11 +97,11 @@ def sources_changed() -> bool:
 
     What it compiles then may be of either state, and belongs under no key.
     """
-    return _surroundings()["sources"] != _digest_of_sources()
+    return _surroundings()["sources"] != digest_of_sources()
 
 
-def _digest_of_sources() -> str:
-    """Of everything that is traced."""
+def digest_of_sources() -> str:
+    """Of everything that is traced: the kernels' sources."""
     folder = Path(__file__).parent / "kernels"
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

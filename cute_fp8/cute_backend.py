@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_fp8 import compiler
 from cute_fp8.dispatch import Route
+from cute_fp8.frozen import frozen_blocks
 from cute_fp8.kernels.config import (
     MMA_K,
     MX_BLOCK,
@@ -174,10 +175,10 @@ class CuteGemm:
         return reshape
 
     def _blocking(self, launch: Launcher) -> Launcher:
-        """Row-major e8m0 scales brought into 128x4 blocks, one launch each.
+        """Row-major e8m0 scales brought into 128x4 blocks, one launch each, at every call.
 
-        At every call, the weights' too: a kept copy could not tell when its original is written to
-        (through ``.data``, say, or by a graph). Who owns a weight keeps its ``to_blocked`` form.
+        But for a weight's that their owner has frozen: no one else can tell when they are written
+        to (through ``.data``, say, or by a graph).
         """
 
         def launch_blocked(
@@ -199,10 +200,12 @@ class CuteGemm:
         p, blocks = self.problem, self.blocks
         if blocks is None:
             return sx, sw
-        return (
-            sx if p.sx_blocked else blocks.of(sx, p.m),
-            sw if p.sw_blocked else blocks.of(sw, p.n),
-        )
+        if not p.sx_blocked:
+            sx = blocks.of(sx, p.m)
+        if not p.sw_blocked:
+            frozen = frozen_blocks(sw)
+            sw = blocks.of(sw, p.n) if frozen is None else frozen
+        return sx, sw
 
     def _on_its_device(self, launch: Launcher) -> Launcher:
         """With the tensors' device made the current one, and the caller's restored."""

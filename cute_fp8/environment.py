@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cute_fp8 import wheels
+from cute_fp8.cache_key import digest_of_sources
 from cute_fp8.targets import capability_of_device, target_of
 
 #: A source checkout's root; in an installed package a folder without our tests.
@@ -29,7 +30,7 @@ CudaVersion = tuple[int, int]
 
 
 def environment() -> dict[str, str]:
-    """What a result carries: versions, the current GPU, its compute capability and driver.
+    """What a result carries: versions, the kernels' sources, the current GPU and driver.
 
     Names to values, for people and for JSON; the names are those of the result files' ``meta``.
     """
@@ -38,6 +39,7 @@ def environment() -> dict[str, str]:
     facts = {
         "cute_fp8": cute_fp8.__version__,
         "torch": torch.__version__,
+        "kernels": kernel_sources(),
         "dsl": _version(wheels.FAMILY),
         "python": platform.python_version(),
     }
@@ -48,6 +50,11 @@ def environment() -> dict[str, str]:
     facts["capability"] = "{}.{}".format(*torch.cuda.get_device_capability()) if here else "none"
     facts["driver"] = driver()
     return facts
+
+
+def kernel_sources() -> str:
+    """What tells kernel sources from others: the head of their digest."""
+    return digest_of_sources()[:12]
 
 
 def gpus() -> list[str]:

@@ -234,13 +234,14 @@ def graph_times(
     paced = replay_us is not None
     for turn in range(-(PACED_WARM_UP if paced else WARM_UP), PACED_REPLAYS if paced else REPLAYS):
         for impl, (graph, calls) in graphs.items():
-            us = _gpu_us(graph.replay)
+            us = gpu_us(graph.replay)
             if turn >= 0:
                 timed[impl][0].append(us / calls)
     return timed
 
 
-def _gpu_us(work: Callable[[], object]) -> float:
+def gpu_us(work: Callable[[], object]) -> float:
+    """Microseconds from the start of some work on the GPU to its end."""
     event: Any = torch.cuda.Event  # untyped in torch
     begin, end = (event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -254,7 +255,7 @@ def _rounds(c: Contender, replay_us: float | None) -> int:
     """How many rounds over the copies make a graph; at least one."""
     if replay_us is None:
         return -(-CALLS // c.copies)
-    us = _gpu_us(lambda: [c.call(i) for i in range(c.copies)])
+    us = gpu_us(lambda: [c.call(i) for i in range(c.copies)])
     rounds = replay_us / max(1e-3, us)
     return max(1, min(round(rounds), MOST_CALLS // c.copies))
 
@@ -269,7 +270,7 @@ def contenders(variant: str, backends: Sequence[str], shape: Shape, device: str)
     ours = [
         Contender(
             impl_of(backend),
-            _pinned(backend, call),
+            pinned(backend, call),
             copies,
             exact,
             route_of((backend, variant), shape, device),
@@ -346,12 +347,14 @@ def _gemm(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor) -> Tensor:
     return y
 
 
-def _pinned(backend: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    def pinned(i: int) -> Tensor:
+def pinned(backend: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The call, by one of our backends."""
+
+    def by_backend(i: int) -> Tensor:
         with cute_fp8.use(backend=backend):
             return call(i)
 
-    return pinned
+    return by_backend
 
 
 def copies_of(weight: Tensor, rotated_bytes: int | None = None) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import reference
+from cute_fp8.frozen import frozen_blocks
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import GemmProblem, Operands
 from cute_fp8.scales import to_blocked
@@ -92,4 +93,7 @@ def mxfp8(problem: GemmProblem, operands: Operands) -> reference.Output:
 
 
 def _blocked(scale: Tensor, rows: int, k: int) -> Tensor:
-    return scale if scale.dim() == 1 else to_blocked(scale.reshape(rows, k // MX_BLOCK))
+    if scale.dim() == 1:
+        return scale
+    frozen = frozen_blocks(scale)
+    return to_blocked(scale.reshape(rows, k // MX_BLOCK)) if frozen is None else frozen

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"perf.compare: {error}", file=sys.stderr)
         return 2
     print(f"A: {head(before['meta'])}\nB: {head(after['meta'])}")
-    for name in ("gpu", "driver", "torch", "dsl", "commit"):
+    for name in ("gpu", "driver", "torch", "dsl", "commit", "kernels"):
         had, have = (data["meta"].get(name) for data in (before, after))
         if had != have:
             print(f"{name}: {had} -> {have}")

@@ -19,9 +19,11 @@ import cute_fp8
 from cute_fp8.gemm_case import GemmCase, gemm_case
 from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
 from cute_fp8.scales import to_blocked
-from cute_fp8.sweep import Contender, copies_of, impl_of, rotated, route_of
+from cute_fp8.sweep import Contender, copies_of, impl_of, pinned, rotated, route_of
 from cute_fp8.testing import inputs
-from perf.peers import Call, Operands, mxfp8, quack, rowwise, tensorwise
+from perf import quack_peer
+from perf.operands import Call, Operands
+from perf.peers import mxfp8, rowwise, tensorwise
 from perf.shapes import Shape
 
 #: Rows of a result that are compared with float64.
@@ -164,10 +166,10 @@ class Weight:
             impl = impl_of(backend)
             route = route_of((backend, self.variant), shape, self.device)
             if wanted.has(impl):
-                call = _ours(operands, backend, False)
+                call = pinned(backend, _ours(operands, False))
                 yield make(impl, call, self.copies, exact, route)
             if backend == "auto" and wanted.fast and wanted.has("cute_fp8_fast"):
-                call = _ours(operands, backend, True)
+                call = pinned(backend, _ours(operands, True))
                 yield make("cute_fp8_fast", call, self.copies, exact, route)
         if wanted.has("torch_bf16"):
             x16 = case.xq.to(torch.bfloat16) * self._factor(case.sx, self.one_x, case.k)
@@ -177,6 +179,10 @@ class Weight:
             if wanted.has(impl):
                 truth = exact16 if tensor_scales else exact
                 yield make(impl, _finish(operands, peer), self.copies, truth)
+
+    def our_call(self, m: int, fast: bool) -> Callable[[int], Tensor]:
+        """Our call of the first ``m`` tokens as users write it, whatever backend is in use."""
+        return _ours(self._operands(take(self.case, slice(0, m))), fast)
 
     def kernel_scale(self, sx: Tensor) -> Tensor:
         """The tokens' scales in the order that kernels read."""
@@ -203,8 +209,8 @@ class Weight:
         for suffix, fast in (("", False), ("_fast", True)):
             peers[f"torch_rowwise{suffix}"] = (rowwise(operands, fast), False)
             peers[f"torch_tensorwise{suffix}"] = (tensorwise(operands, fast), True)
-        if (call := quack(operands)) is not None:
-            peers["quack"] = (call, True)
+        if quack_peer.installed():
+            peers["quack"] = (quack_peer.quack(operands), True)
         return peers
 
 
@@ -213,21 +219,18 @@ def _one(scale: Tensor) -> Tensor:
     return torch.exp2(scale.float().log2().mean().round())
 
 
-def _ours(operands: Operands, backend: str, fast: bool) -> Callable[[int], Tensor]:
-    o = operands
-
+def _ours(o: Operands, fast: bool) -> Callable[[int], Tensor]:
     def call(i: int) -> Tensor:
-        with cute_fp8.use(backend=backend):
-            y = cute_fp8.gemm(
-                o.xq,
-                o.sx,
-                o.codes[i],
-                o.scales[i],
-                o.biases[i],
-                residual=o.residuals[i],
-                activation=o.activation,
-                fast_accum=fast,
-            )
+        y = cute_fp8.gemm(
+            o.xq,
+            o.sx,
+            o.codes[i],
+            o.scales[i],
+            o.biases[i],
+            residual=o.residuals[i],
+            activation=o.activation,
+            fast_accum=fast,
+        )
         assert isinstance(y, Tensor)
         return y
 

@@ -22,6 +22,7 @@ from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.dispatch import select
 from cute_fp8.gemm_case import GemmCase, gemm_case
 from cute_fp8.problem import Operands, check_gemm
+from cute_fp8.workspace import workspace
 
 BATCHES, CALLS = 30, 200
 
@@ -51,8 +52,10 @@ def bare_call(case: GemmCase, out: torch.Tensor) -> Callable[[], object]:
     xq, sx, wq, sw = case.xq, case.sx, case.wq, case.sw
     problem = check_gemm(Operands(xq, sx, wq, sw, out=out))
     gemm = CuteGemm(problem, select(problem, settings.current()))
-    kernel, ctas = gemm.kernel, gemm.ctas
-    return lambda: kernel(xq, sx, wq, sw, None, None, out, ctas)
+    kernel, ctas, splits = gemm.kernel, gemm.ctas, gemm.pick.splits
+    scratch = None if splits == 1 else workspace(problem.device, gemm.workspace_words)
+    shares = None if splits == 1 else splits
+    return lambda: kernel(xq, sx, wq, sw, None, None, out, None, scratch, shares, ctas)
 
 
 def measure(backend: str) -> dict[str, float]:

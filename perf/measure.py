@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import cute_fp8
 from cute_fp8.dispatch import TABLE, explain
 from cute_fp8.sweep import Contender, graph_times, rates, time_contenders
 from perf import roofs
+from perf.eager import host_rows
 from perf.gemm_problem import Wanted, Weight
-from perf.host_time import host_us
 from perf.results_io import Row
 from perf.shapes import Shape
 
 #: A replay lasts about this long; with 17 replays, 35 ms for each implementation and shape.
 REPLAY_US = 2000.0
-#: Batches, and calls of one at most, of a host time; GPU time of a batch.
-HOST_BATCHES, HOST_CALLS, HOST_BATCH_US = 10, 100, 20_000.0
 #: Bytes that the dry run rotates.
 DRY_BYTES = 6_000
 
@@ -102,15 +99,16 @@ class Bench:
                 found.append(c)
         head: Row = {"op": "gemm", "variant": weight.variant, "epilogue": weight.epilogue}
         head |= dict(zip("MNK", shape, strict=True))
-        timer = fake_times if self.dry else paced_times
-        for c, row in zip(found, time_contenders(found, timer), strict=True):
+        rows = list(time_contenders(found, fake_times if self.dry else paced_times))
+        host: dict[str, Row] = {}
+        if self.eager:
+            us = {row["impl"]: row["us"] for row in rows if "us" in row}
+            host = host_rows(found, us, weight, m, None if self.dry else self.synchronize)
+        for c, row in zip(found, rows, strict=True):
             row = {**head, **row, **rates(row, shape, c.operand_bytes)}
-            if "us" in row:
-                if share := roofs.share(row, c.operand_bytes, self.roofs):
-                    row["roofline"] = share
-                if self.eager:
-                    row |= self._host(c, row["us"], weight, m)
-            yield row
+            if "us" in row and (share := roofs.share(row, c.operand_bytes, self.roofs)):
+                row["roofline"] = share
+            yield row | host.get(c.impl, {})
         for impl, reason in late.items():
             yield {**head, "impl": impl, "failed": reason}
 
@@ -128,40 +126,6 @@ class Bench:
             self.synchronize()
         self.spent[c.impl] = self.spent.get(c.impl, 0.0) + time.perf_counter() - start
         return None
-
-    def _host(self, c: Contender, us: float, weight: Weight, m: int) -> Row:
-        calls = max(5, min(HOST_CALLS, int(HOST_BATCH_US / us)))
-        batches, calls = (1, 1) if self.dry else (HOST_BATCHES, calls)
-
-        def host(call: Callable[[], object]) -> float:
-            return round(host_us(call, batches, calls, self.synchronize), 3)
-
-        with torch.no_grad():
-            total = host(lambda: c.call(0))
-            row: Row = {"host_us": total}
-            if not c.impl.startswith("cute_fp8"):
-                return row
-            size = (m, weight.case.n)
-            parts = {
-                "allocation": host(
-                    lambda: torch.empty(size, dtype=torch.bfloat16, device=self.device)
-                )
-            }
-            backend = "stand-in" if c.impl == "cute_fp8_stand_in" else "cute"
-            if c.extra.get("route", "").startswith(backend) and weight.epilogue == "none":
-                parts["launch"] = host(self._bare(weight, m, backend))
-        parts["rest"] = round(total - sum(parts.values()), 3)
-        return {**row, "host_parts": parts}
-
-    def _bare(self, weight: Weight, m: int, backend: str) -> Callable[[], object]:
-        from perf.gemm_problem import take
-        from perf.host_time import bare_call
-
-        case = take(weight.case, slice(0, m))
-        case = replace(case, sx=weight.kernel_scale(case.sx), sw=weight.scales[0])
-        out = torch.empty((m, case.n), dtype=torch.bfloat16, device=self.device)
-        with cute_fp8.use(backend=backend):
-            return bare_call(case, out)
 
 
 Times = dict[str, tuple[list[float], list[Tensor]]]

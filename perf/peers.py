@@ -1,43 +1,19 @@
-"""The GEMMs that ours are measured against. Producers and decoder parts have no peers here yet:
-Inductor's (``inductor``, ``inductor_bf16``, ``inductor_w8a8``) come with the first of ours.
+"""The GEMMs of torch that ours are measured against; QuACK's is in ``perf/quack_peer.py``.
+
+Producers and decoder parts have no peers here yet: Inductor's (``inductor``, ``inductor_bf16``,
+``inductor_w8a8``) come with the first of ours.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: ``call(i, bias)`` multiplies by copy i of the weight.
-Call = Callable[[int, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What all GEMMs of a shape read. Lists are by copy of the weight.
-
-    Attributes:
-        xq, sx: activation codes and their scales (MXFP8: blocked).
-        codes, scales: of the weight, ``[N, K]`` row-major.
-        biases, residuals: of the epilogue, or None.
-        activation: its name, or None.
-        one_x, one_w: the scales of tensor-wise calls, one element each.
-    """
-
-    xq: Tensor
-    sx: Tensor
-    codes: Sequence[Tensor]
-    scales: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
-    residuals: Sequence[Tensor | None]
-    activation: str | None
-    one_x: Tensor
-    one_w: Tensor
+from perf import quack_peer
+from perf.operands import Call, Operands
 
 
 def rowwise(o: Operands, fast: bool) -> Call:
@@ -81,39 +57,9 @@ def mxfp8(o: Operands) -> Call:
     return call
 
 
-def quack(o: Operands) -> Call | None:
-    """QuACK's GEMM of the same codes with one scale in all, autotuned; None if not installed.
-
-    Its first call of a shape compiles and times all its configurations.
-    """
-    if importlib.util.find_spec("quack") is None:
-        return None
-    weights = [codes.t() for codes in o.codes]
-    alpha = float(o.one_x * o.one_w)
-
-    def call(i: int, bias: Tensor | None) -> Tensor:
-        from quack.gemm_interface import gemm
-
-        y: Tensor = gemm(
-            o.xq, weights[i], bias=bias, alpha=alpha, out_dtype=torch.bfloat16, tuned=True
-        )
-        return y
-
-    return call
-
-
-def quack_version() -> str:
-    """For the result's meta."""
-    try:
-        return metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def names(variant: str) -> list[str]:
     """The peers' names in result files."""
     if variant == "mxfp8":
         return ["torch_bf16", "torch_mxfp8"]
     scaled = [f"torch_{kind}{fast}" for fast in ("", "_fast") for kind in ("rowwise", "tensorwise")]
-    quack_here = importlib.util.find_spec("quack") is not None
-    return ["torch_bf16", *scaled, *(["quack"] if quack_here else [])]
+    return ["torch_bf16", *scaled, *(["quack"] if quack_peer.installed() else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 from rich.markup import escape
@@ -136,15 +137,10 @@ def host_table(rows: list[Row]) -> Table | None:
         texts = []
         for part in parts:
             values = (row["host_parts"][part] for row in mine if part in row.get("host_parts", {}))
-            texts.append(f"{part} {_median(values):.1f}")
-        total = _median(row["host_us"] for row in mine)
+            texts.append(f"{part} {median(values):.1f}")
+        total = median(row["host_us"] for row in mine)
         table.add_row(NAMES[impl], str(len(mine)), f"{total:.1f}", ", ".join(texts))
     return table if table.row_count else None
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def failures(rows: Iterable[Row]) -> list[str]:

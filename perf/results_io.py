@@ -16,7 +16,7 @@ SCHEMA = Path(__file__).with_name("schema.json")
 #: What tells one measurement from another; ``N`` is absent for producers.
 KEY = ("op", "variant", "impl", "M", "N", "K", "epilogue")
 #: What must be as it was for a sweep to go on from its partial file.
-SAME = ("gpu", "driver", "torch", "dsl", "cute_fp8", "commit", "quack")
+SAME = ("gpu", "driver", "torch", "dsl", "cute_fp8", "commit", "kernels", "quack")
 
 Row = dict[str, Any]
 Key = tuple[Any, ...]

@@ -17,6 +17,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
     "llama8b": tuple((m, n, k) for n, k in LLAMA8B for m in TEN),
     "qwen27b": tuple((m, n, k) for n, k in QWEN27B for m in TEN),
     "square": tuple((size, size, size) for size in (4096, 8192)),
+    "host": ((16, 4096, 4096), (352, 4096, 4096)),
     "decode": tuple((m, n, k) for n, k in (*LLAMA8B, *QWEN27B) for m in (1, 2, 4, 8, 16, 32, 64)),
 }
 #: What the dry run multiplies: enough for every path, and edges.

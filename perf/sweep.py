@@ -9,9 +9,11 @@ whole, so that those who are compared took turns; ``perf/schema.json`` describes
 
 What 46 shapes (llama8b, locdit, square) are expected to cost on an H200, in seconds: start and
 roofs 15, data (drawn on the CPU) 10, compiling the stand-in's tiles 30, graphs 25 (45 different
-shapes x 9 implementations x 17 replays of 2-6 ms), checks 15; with QuACK installed its tuning, 44
-configurations a shape, 80-120 more. It stops being tuned after ``--peer-seconds``; ``--budget``
-drops the shapes that do not fit. The last line says what it did cost.
+shapes x 10 implementations x 17 replays of 2-6 ms), checks 15; with QuACK installed, its tuning:
+compiling 25, and 45 shapes x 44 configurations x 10-100 ms, 60 more. A peer is out of the shapes
+that are left once its first calls took ``--peer-seconds``; ``--budget`` drops shapes that do not
+fit. The last line says what it did cost, and the result's ``first_calls`` what compiling and tuning
+took of it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from filelock import FileLock, Timeout
 
 from cute_fp8 import cache
 from cute_fp8.environment import ROOT, commit, environment
-from perf import peers, report, roofs, shapes
+from perf import peers, quack_peer, report, roofs, shapes
 from perf.gemm_problem import Wanted, check_epilogue, groups
 from perf.measure import Bench, ours, variants_here
 from perf.results_io import Key, Partial, Row, key_of, save
@@ -65,9 +67,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stand-in", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--eager", action="store_true", help="also the host time of eager calls")
     p.add_argument("--out", type=Path, help="by default perf/results/<gpu>/<sets>-<date>.json")
+    p.add_argument("--plot", action="store_true", help="also draw the result, as perf.plot does")
     p.add_argument("--fresh", action="store_true", help="forget an interrupted sweep")
     p.add_argument("--budget", type=float, help="seconds, after which the other shapes are dropped")
-    p.add_argument("--peer-seconds", type=float, default=120.0, help="for a peer's tuning, in all")
+    p.add_argument(
+        "--peer-seconds", type=float, default=120.0, help="for a peer's first calls, in all"
+    )
     p.add_argument(
         "--dry-run",
         action="store_true",
@@ -91,8 +96,9 @@ class Sweep:
             self.shapes = shapes.small(self.shapes)
         for epilogue in args.epilogues:
             check_epilogue(epilogue)
-        if importlib.util.find_spec("jsonschema") is None:  # before, not after the measuring
-            raise ValueError("got no jsonschema, must be installed: pip install -e '.[perf]'")
+        for package in ("jsonschema", *(["matplotlib"] if args.plot else [])):
+            if importlib.util.find_spec(package) is None:  # before, not after the measuring
+                raise ValueError(f"got no {package}, must be installed: pip install -e '.[perf]'")
         if not args.dry_run and (torch.version.cuda is None or not torch.cuda.is_available()):
             raise ValueError("got no CUDA GPU, must run on the one to measure, or with --dry-run")
         self.notes: list[str] = []
@@ -118,12 +124,17 @@ class Sweep:
         bench = Bench(self.device, meta, self.args.eager, self.args.peer_seconds)
         alive = self._measure(bench, partial)
         meta = {**meta, "notes": self.notes} if self.notes else meta
-        meta["seconds"] = round(meta.get("seconds", 0.0) + time.perf_counter() - self.begun, 1)
+        meta["seconds"] = round(time.perf_counter() - self.begun, 1)
+        meta["first_calls"] = {impl: round(s, 1) for impl, s in bench.spent.items()}
         rows = list(partial.rows.values())
         if rows:
             report.print_result(meta, rows)
             save(out, meta, rows)
             print(f"wrote {out}: {len(rows)} rows, {meta['seconds']:.0f} s in all")
+            if self.args.plot:
+                from perf import plot
+
+                plot.main([str(out)])
             if self.args.dry_run:
                 print("This was a dry run: every time above is made up.")
         if self.notes or not alive:
@@ -150,7 +161,7 @@ class Sweep:
 
     def _meta(self) -> dict[str, Any]:
         meta: dict[str, Any] = {**environment(), "commit": commit()}
-        meta |= {"date": date.today().isoformat(), "quack": peers.quack_version()}
+        meta |= {"date": date.today().isoformat(), "quack": quack_peer.version()}
         if self.args.dry_run:
             meta["gpu"] = DRY
         return {**meta, "sets": self.args.sets}

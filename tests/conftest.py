@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from cache_fakes import load_fake
 from torch.profiler import ProfilerActivity, profile
 
 # No test may depend on what an earlier process left on disk; set it to share compilations.
 os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
 
 import cute_fp8
+from cute_fp8 import cache, compiler
 
 #: How a test of the sm_120 kernel reaches it: natively, or its body on a Hopper GPU.
 BACKENDS = (
@@ -53,3 +56,23 @@ def launched() -> Callable[[Callable[[], object]], list[str]]:
         return [event.name for event in recorded.events() if event.device_type == on_gpu]
 
     return names
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, of a process that has not seen any."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv(cache.VARIABLE, str(path))
+    monkeypatch.setattr(cache, "_stats", cache.Stats())
+    monkeypatch.setattr(cache, "_read_only", set())
+    monkeypatch.setattr(cache, "_warned", set())
+    compiler.forget()
+    yield path
+    compiler.forget()
+
+
+@pytest.fixture
+def fake_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with a loader that takes what a ``Fake`` exports."""
+    monkeypatch.setattr(cache, "_load_object", load_fake)
+    return cache_folder

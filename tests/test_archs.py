@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import archs, compiler
+from cute_fp8 import archs, cache_key, compiler, environment
 from cute_fp8.archs import (
     COLUMNS,
     INSPECTED,
@@ -258,6 +258,26 @@ def test_render() -> None:
     assert "| 1 kernels, 1 fail a gate |" in text
     for rows_of_table in (matrix[:5], matrix[5:]):
         assert len({line.count("|") for line in rows_of_table}) == 1
+
+
+def test_evidence_of_other_kernel_sources_says_so() -> None:
+    here = environment.kernel_sources()
+    meta = GOOD["meta"]
+    for changes, word in (
+        ({}, "not recorded"),
+        ({"kernels": here}, "these"),
+        ({"kernels": f"{here[:-1]}x"}, "others"),
+    ):
+        evidence = validation(meta={**meta, **changes})
+        text = render([evidence], MADE_UP)
+        assert f" | {word} | cute: 15 tests passed, 0 failed; " in text
+        assert look((12, 0), evidence) == MEASURED, "a word, no verdict"
+
+
+def test_new_evidence_records_its_kernel_sources() -> None:
+    recorded = archs.inspection_evidence([])["meta"]["kernels"]
+    assert recorded == environment.environment()["kernels"] == environment.kernel_sources()
+    assert cache_key.digest_of_sources().startswith(recorded)
 
 
 def test_the_real_table_has_a_row_for_every_kernel() -> None:

@@ -12,61 +12,11 @@ from pathlib import Path
 
 import filelock
 import pytest
+from cache_fakes import KEY, OTHER, Fake, names
 
-from cute_fp8 import cache, compiler
-from cute_fp8.cache_key import Key
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
-from cute_fp8.kernels.tiles import TILE_64x64
+from cute_fp8 import cache
 
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
-KEY, OTHER = Key(b'{"kernel": "a"}'), Key(b'{"kernel": "b"}')
-PROCESSES = 16
 NOBODY = 65534
-
-
-class Fake:
-    """What the DSL returns, as far as the cache looks: something that exports itself."""
-
-    def __init__(self, content: bytes = b"object"):
-        self.content = content
-
-    def export_to_c(self, path: str, function_name: str) -> None:
-        Path(path).write_bytes(self.content)
-
-    def __tvm_ffi_object__(self) -> None:
-        return None
-
-
-def load_fake(path: Path) -> str:
-    """In place of the DSL's loader."""
-    content = path.read_bytes().partition(b"\n")[0]
-    assert content.startswith(b"object"), "what is not whole never gets here"
-    return content.decode()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, of a process that has not seen any."""
-    path = tmp_path / "cache"
-    monkeypatch.setenv(cache.VARIABLE, str(path))
-    monkeypatch.setattr(cache, "_stats", cache.Stats())
-    monkeypatch.setattr(cache, "_read_only", set())
-    monkeypatch.setattr(cache, "_warned", set())
-    compiler.forget()
-    yield path
-    compiler.forget()
-
-
-@pytest.fixture
-def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, with a loader that takes what a :class:`Fake` exports."""
-    monkeypatch.setattr(cache, "_load_object", load_fake)
-    return folder
-
-
-def names(folder: Path, suffix: str) -> list[str]:
-    return sorted(path.name for path in folder.glob(f"*{suffix}"))
 
 
 def mounted(path: Path, options: str) -> Iterator[Path]:
@@ -113,16 +63,16 @@ def test_location(
 
 
 @pytest.mark.parametrize("off", [{cache.VARIABLE: "off"}, {"CUTE_DSL_KEEP": "ptx"}])
-def test_no_disk(fake: Path, off: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_disk(fake_cache: Path, off: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is off, and where the DSL is asked to keep what only a compilation has."""
     for name, value in off.items():
         monkeypatch.setenv(name, value)
     made = Fake()
     assert cache.fetch(KEY, lambda: made) is made
-    assert not cache.has(KEY) and not fake.exists() and cache.stats() == (0, 0, 0)
+    assert not cache.has(KEY) and not fake_cache.exists() and cache.stats() == (0, 0, 0)
 
 
-def test_hits_and_misses_are_counted(fake: Path) -> None:
+def test_hits_and_misses_are_counted(fake_cache: Path) -> None:
     made = Fake()
     assert not cache.has(KEY)
     assert cache.fetch(KEY, lambda: made) is made
@@ -131,10 +81,10 @@ def test_hits_and_misses_are_counted(fake: Path) -> None:
     assert cache.stats() == cache.Stats(hits=2, misses=1, rebuilt=0)
 
 
-def test_a_failed_build_is_the_callers_to_know(fake: Path) -> None:
+def test_a_failed_build_is_the_callers_to_know(fake_cache: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         cache.fetch(KEY, lambda: 1 // 0)
-    assert names(fake, ".o") == names(fake, ".tmp") == []
+    assert names(fake_cache, ".o") == names(fake_cache, ".tmp") == []
     assert isinstance(cache.fetch(KEY, Fake), Fake), "the lock was let go"
 
 
@@ -198,10 +148,10 @@ BAD = {
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD.keys())
 def test_a_bad_file_is_set_aside_and_compiled_anew(
-    fake: Path, spoil: Callable[[Path], object]
+    fake_cache: Path, spoil: Callable[[Path], object]
 ) -> None:
     cache.fetch(KEY, Fake)
-    path = fake / f"{KEY.digest}.o"
+    path = fake_cache / f"{KEY.digest}.o"
     spoil(path)
     misses = cache.stats().misses
     assert not cache.has(KEY)
@@ -214,7 +164,7 @@ def test_a_bad_file_is_set_aside_and_compiled_anew(
 
 
 def test_what_the_loader_refuses_is_compiled_anew(
-    fake: Path, monkeypatch: pytest.MonkeyPatch
+    fake_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.fetch(KEY, Fake)
 
@@ -241,40 +191,40 @@ def fetch_both(expected: str | None, warning: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
-def test_a_folder_that_others_can_write_is_not_used(fake: Path, mode: int) -> None:
-    fake.mkdir()
-    fake.chmod(mode)
-    fetch_both(None, f"{fake} is not used: others can write there")
-    assert list(fake.iterdir()) == []
+def test_a_folder_that_others_can_write_is_not_used(fake_cache: Path, mode: int) -> None:
+    fake_cache.mkdir()
+    fake_cache.chmod(mode)
+    fetch_both(None, f"{fake_cache} is not used: others can write there")
+    assert list(fake_cache.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_not_used(fake: Path) -> None:
-    fake.write_text("a file")
-    fetch_both(None, f"{fake} is not used: ")
+def test_a_folder_that_cannot_be_made_is_not_used(fake_cache: Path) -> None:
+    fake_cache.write_text("a file")
+    fetch_both(None, f"{fake_cache} is not used: ")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_a_read_only_folder_still_serves(fake: Path) -> None:
+def test_a_read_only_folder_still_serves(fake_cache: Path) -> None:
     cache.fetch(KEY, Fake)
-    fake.chmod(0o500)
+    fake_cache.chmod(0o500)
     fetch_both("object", "gets no new kernels: ")
-    fake.chmod(0o700)
+    fake_cache.chmod(0o700)
 
 
-def test_a_read_only_file_system_still_serves(fake: Path) -> None:
-    for _ in mounted(fake, "size=1m"):
+def test_a_read_only_file_system_still_serves(fake_cache: Path) -> None:
+    for _ in mounted(fake_cache, "size=1m"):
         cache.fetch(KEY, Fake)
-        subprocess.run(["mount", "-o", "remount,ro", str(fake)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(fake_cache)], check=True)
         fetch_both("object", "gets no new kernels: [Errno 30] Read-only file system")
 
 
 @pytest.mark.parametrize("limit", ["size=64k", "size=1m,nr_inodes=4"])
-def test_a_full_file_system_still_serves(fake: Path, limit: str) -> None:
+def test_a_full_file_system_still_serves(fake_cache: Path, limit: str) -> None:
     """Out of bytes half-way through a file; out of files with the lock in place."""
-    for _ in mounted(fake, limit):
+    for _ in mounted(fake_cache, limit):
         cache.fetch(KEY, Fake)
         fetch_both("object", "gets no new kernels: [Errno 28] No space left on device")
-        assert names(fake, ".tmp") == [] and names(fake, ".o") == [f"{KEY.digest}.o"]
+        assert names(fake_cache, ".tmp") == [] and names(fake_cache, ".o") == [f"{KEY.digest}.o"]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +239,7 @@ def test_a_full_file_system_still_serves(fake: Path, limit: str) -> None:
     ids=lambda trouble: f"{trouble[1]}-{trouble[2]}",
 )
 def test_what_a_network_folder_may_do(
-    fake: Path, trouble: tuple[object, str, Exception], monkeypatch: pytest.MonkeyPatch
+    fake_cache: Path, trouble: tuple[object, str, Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, name, error = trouble
     cache.fetch(KEY, Fake)
@@ -301,14 +251,16 @@ def test_what_a_network_folder_may_do(
 
     monkeypatch.setattr(where, name, fail)
     fetch_both("object", f"gets no new kernels: {error}")
-    assert names(fake, ".tmp") == []
+    assert names(fake_cache, ".tmp") == []
     assert len(tried) == 1, "and never again"
 
 
-def test_a_lock_that_is_held_for_too_long(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_held_for_too_long(
+    fake_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.1)
-    fake.mkdir(mode=0o700)
-    with open(fake / f"{KEY.digest}.lock", "w") as file:
+    fake_cache.mkdir(mode=0o700)
+    with open(fake_cache / f"{KEY.digest}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.warns(RuntimeWarning, match=r"is busy: .* locked for 0 s"):
             assert isinstance(cache.fetch(KEY, Fake), Fake)

@@ -54,19 +54,19 @@ def test_surroundings() -> None:
 def test_every_byte_of_the_kernels_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = Path(cache_key.__file__).parent
     shutil.copytree(package / "kernels", tmp_path / "kernels")
-    before = cache_key._digest_of_sources()
+    before = cache_key.digest_of_sources()
     monkeypatch.setattr(cache_key, "__file__", str(tmp_path / "cache_key.py"))
-    assert cache_key._digest_of_sources() == before
+    assert cache_key.digest_of_sources() == before
     seen = {before}
     for path in sorted((tmp_path / "kernels").glob("*.py")):
         os.utime(path, (0, 0))
         text = path.read_bytes()
         path.write_bytes(text + b"\n")
-        seen.add(cache_key._digest_of_sources())
+        seen.add(cache_key.digest_of_sources())
         path.write_bytes(text)
-        assert cache_key._digest_of_sources() == before
+        assert cache_key.digest_of_sources() == before
     (tmp_path / "kernels" / "new.py").touch()
-    seen.add(cache_key._digest_of_sources())
+    seen.add(cache_key.digest_of_sources())
     assert len(seen) == 1 + len(list((tmp_path / "kernels").glob("*.py")))
 
 

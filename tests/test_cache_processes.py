@@ -13,67 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cache_fakes import KEY, OTHER, ROOT, SMALL, Fake, load_fake, names
 
 import cute_fp8
 from cute_fp8 import cache, compiler, workers
 from cute_fp8.cache_key import Key
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.config import GemmConfig
 from cute_fp8.kernels.tiles import TILE_64x64
 
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = GemmConfig(TILE_64x64, EpilogueConfig())
-KEY, OTHER = Key(b'{"kernel": "a"}'), Key(b'{"kernel": "b"}')
 PROCESSES = 16
-
-
-class Fake:
-    """What the DSL returns, as far as the cache looks: something that exports itself."""
-
-    def __init__(self, content: bytes = b"object"):
-        self.content = content
-
-    def export_to_c(self, path: str, function_name: str) -> None:
-        Path(path).write_bytes(self.content)
-
-    def __tvm_ffi_object__(self) -> None:
-        return None
-
-
-def load_fake(path: Path) -> str:
-    """In place of the DSL's loader."""
-    content = path.read_bytes().partition(b"\n")[0]
-    assert content.startswith(b"object"), "what is not whole never gets here"
-    return content.decode()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, of a process that has not seen any."""
-    path = tmp_path / "cache"
-    monkeypatch.setenv(cache.VARIABLE, str(path))
-    monkeypatch.setattr(cache, "_stats", cache.Stats())
-    monkeypatch.setattr(cache, "_read_only", set())
-    monkeypatch.setattr(cache, "_warned", set())
-    compiler.forget()
-    yield path
-    compiler.forget()
-
-
-@pytest.fixture
-def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, with a loader that takes what a :class:`Fake` exports."""
-    monkeypatch.setattr(cache, "_load_object", load_fake)
-    return folder
-
-
-def names(folder: Path, suffix: str) -> list[str]:
-    return sorted(path.name for path in folder.glob(f"*{suffix}"))
 
 
 def process(function: str, *arguments: object, status: int = 0, cwd: Path = ROOT) -> str:
@@ -91,7 +45,7 @@ def python(*arguments: object, status: int = 0, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_a_second_process_loads_what_the_first_compiled(folder: Path, tmp_path: Path) -> None:
+def test_a_second_process_loads_what_the_first_compiled(cache_folder: Path, tmp_path: Path) -> None:
     """With the very checks of the arguments that a fresh kernel has, and nothing left about."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -100,12 +54,12 @@ def test_a_second_process_loads_what_the_first_compiled(folder: Path, tmp_path: 
     assert process("get_small", log, cwd=elsewhere) == "Stats(hits=1, misses=0, rebuilt=0)\n"
     assert log.read_text() == "built\n"
     assert list(elsewhere.iterdir()) == []
-    (key,) = names(folder, ".o")
-    assert sorted(path.name for path in folder.iterdir()) == [key.replace(".o", ".lock"), key]
-    assert cache.size() == (1, (folder / key).stat().st_size)
-    assert cache.location() == folder
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (key,) = names(cache_folder, ".o")
+    assert sorted(path.name for path in cache_folder.iterdir()) == [key.replace(".o", ".lock"), key]
+    assert cache.size() == (1, (cache_folder / key).stat().st_size)
+    assert cache.location() == cache_folder
+    assert {stat.S_IMODE(path.stat().st_mode) for path in cache_folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(cache_folder.stat().st_mode) == 0o700
 
 
 def get_small(log: str) -> None:
@@ -133,12 +87,12 @@ def refusals(kernel: Callable[..., None]) -> None:
     """What a compiled kernel says to wrong arguments, before it looks for a GPU."""
     codes, scales = torch.zeros((8, 16)).to(torch.float8_e4m3fn), torch.zeros(8)
     out = torch.zeros((8, 8), dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="Expects 8 parameters"):
+    with pytest.raises(TypeError, match="Expects 11 parameters"):
         kernel(codes)
     with pytest.raises(ValueError, match=r"argument #0 .* expected ndim=2"):
-        kernel(scales, scales, codes, scales, None, None, out, 1)
+        kernel(scales, scales, codes, scales, None, None, out, None, None, None, 1)
     with pytest.raises(ValueError, match=r"argument #0 .* expected device_type=cuda"):
-        kernel(codes, scales, codes, scales, None, None, out, 1)
+        kernel(codes, scales, codes, scales, None, None, out, None, None, None, 1)
 
 
 def crowd(work: Callable[[int], object]) -> list[int | None]:
@@ -158,13 +112,18 @@ def crowd(work: Callable[[int], object]) -> list[int | None]:
     return [member.exitcode for member in members]
 
 
-def test_cold_processes_that_want_one_kernel_compile_it_once(folder: Path, tmp_path: Path) -> None:
+def test_cold_processes_that_want_one_kernel_compile_it_once(
+    cache_folder: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     found = process("crowd_gets_small", log).splitlines()
     assert log.read_text() == "built\n"
     hit, miss = (f"Stats(hits={hit}, misses={1 - hit}, rebuilt=0)" for hit in (1, 0))
     assert sorted(found) == [miss] + [hit] * (PROCESSES - 1)
-    assert len(names(folder, ".o")) == 1 and names(folder, ".tmp") == names(folder, ".bad") == []
+    assert (
+        len(names(cache_folder, ".o")) == 1
+        and names(cache_folder, ".tmp") == names(cache_folder, ".bad") == []
+    )
 
 
 def crowd_gets_small(log: str) -> None:
@@ -174,21 +133,21 @@ def crowd_gets_small(log: str) -> None:
 
 
 def test_cold_processes_that_want_several_kernels_compile_each_once(
-    fake: Path, tmp_path: Path
+    fake_cache: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     process("crowd_fetches", log, 0)
     assert sorted(log.read_text().splitlines()) == [f"object {kernel}" for kernel in range(5)]
-    assert len(names(fake, ".o")) == 5 and names(fake, ".tmp") == []
+    assert len(names(fake_cache, ".o")) == 5 and names(fake_cache, ".tmp") == []
 
 
-def test_a_killed_compilation_is_taken_over(fake: Path, tmp_path: Path) -> None:
+def test_a_killed_compilation_is_taken_over(fake_cache: Path, tmp_path: Path) -> None:
     """The first to compile is killed with the lock in its hands."""
     log = tmp_path / "log"
     process("crowd_fetches", log, 1)
     built = log.read_text().splitlines()
     assert len(built) == 6 and len(set(built)) == 5
-    assert len(names(fake, ".o")) == 5
+    assert len(names(fake_cache, ".o")) == 5
 
 
 def crowd_fetches(log: str, killed: str) -> None:
@@ -215,16 +174,16 @@ def crowd_fetches(log: str, killed: str) -> None:
     assert statuses.count(-signal.SIGKILL) == PROCESSES - statuses.count(0)
 
 
-def test_a_process_killed_while_it_writes_leaves_nothing_that_is_read(fake: Path) -> None:
+def test_a_process_killed_while_it_writes_leaves_nothing_that_is_read(fake_cache: Path) -> None:
     process("killed_before_the_rename", status=-signal.SIGKILL)
-    (left,) = names(fake, ".tmp")
+    (left,) = names(fake_cache, ".tmp")
     assert not cache.has(KEY)
     assert isinstance(cache.fetch(KEY, Fake), Fake)
     assert cache.fetch(KEY, Fake) == "object"
-    assert names(fake, ".tmp") == [left], "it might still be written"
-    os.utime(fake / left, (0, 0))
+    assert names(fake_cache, ".tmp") == [left], "it might still be written"
+    os.utime(fake_cache / left, (0, 0))
     cache.fetch(OTHER, Fake)
-    assert names(fake, ".tmp") == []
+    assert names(fake_cache, ".tmp") == []
 
 
 def killed_before_the_rename() -> None:
@@ -234,7 +193,7 @@ def killed_before_the_rename() -> None:
 
 @pytest.mark.parametrize("kernels", [1, 3])
 def test_threads_compile_each_kernel_once(
-    kernels: int, fake: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: int, fake_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = [GemmConfig(TILE_64x64, e) for e in compiler.EPILOGUES[:kernels]]
     built: list[GemmConfig] = []
@@ -267,7 +226,7 @@ def test_threads_compile_each_kernel_once(
 # ---------------------------------------------------------------------------- compile, start
 
 
-def test_compile_fills_the_disk_in_other_processes(folder: Path, tmp_path: Path) -> None:
+def test_compile_fills_the_disk_in_other_processes(cache_folder: Path, tmp_path: Path) -> None:
     """From a script without ``if __name__ == "__main__"``, which must run once."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -281,16 +240,16 @@ def test_compile_fills_the_disk_in_other_processes(folder: Path, tmp_path: Path)
         "print(cache.stats())\n"
     )
     assert python(script) == "3 True True\nStats(hits=3, misses=0, rebuilt=0)\n"
-    assert len(names(folder, ".o")) == 3
+    assert len(names(cache_folder, ".o")) == 3
 
 
-def test_compile_without_a_disk(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_a_disk(fake_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with one warning if there should be a disk."""
     built: list[str] = []
     monkeypatch.setattr(compiler, "build", lambda c, target: built.append(c.name) or Fake())
     monkeypatch.setattr(workers, "_Worker", lambda function: 1 / 0)
-    fake.mkdir()
-    fake.chmod(0o777)
+    fake_cache.mkdir()
+    fake_cache.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="others can write") as caught:
         report = cute_fp8.compile("sm_120a", ops="gemm_per_token-32x64*-bfloat16-*")
     assert len(caught) == 1

@@ -19,7 +19,7 @@ from cute_fp8.environment import driver_verdict
 
 def test_names_are_those_of_result_files() -> None:
     facts = environment.environment()
-    names = ("cute_fp8", "torch", "dsl", "python", "gpu", "capability", "driver")
+    names = ("cute_fp8", "kernels", "torch", "dsl", "python", "gpu", "capability", "driver")
     assert {*names, *environment.PACKAGES} == facts.keys()
     assert facts["cute_fp8"] == cute_fp8.__version__
     assert facts["torch"] == torch.__version__

@@ -29,7 +29,9 @@ sys.modules.setdefault("perf", importlib.util.module_from_spec(_spec))
 pytest.importorskip("jsonschema")
 pytest.importorskip("matplotlib")
 from cute_fp8 import sweep as core  # noqa: E402
-from perf import compare, gemm_problem, measure, plot, report, shapes, sweep  # noqa: E402
+from cute_fp8.environment import kernel_sources  # noqa: E402
+from perf import compare, gemm_problem, measure, plot, quack_peer, report, shapes, sweep  # noqa: E402
+from perf.operands import Operands  # noqa: E402
 from perf.results_io import Partial, load, save, schema_errors  # noqa: E402
 
 Row = dict[str, Any]
@@ -52,15 +54,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("dry")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_FP8_CACHE_DIR", str(folder / "cache"))
-        code = dry(folder / "a.json", "--eager", "--epilogues", "none", "bias+silu+residual")
+        code = dry(
+            folder / "a.json", "--plot", "--eager", "--epilogues", "none", "bias+silu+residual"
+        )
     assert code == 0
     assert not list(folder.glob("*.partial.jsonl"))
+    assert len(list(folder.glob("a-*.png"))) == 3
     return load(folder / "a.json")
 
 
 def test_a_dry_run_says_so_and_keeps_to_the_schema(result: dict[str, Any]) -> None:
     assert schema_errors(result) == []
     assert result["meta"]["gpu"] == "dry run"
+    assert set(result["meta"]["first_calls"]) >= {"cute_fp8", "torch_bf16"}
+    assert result["meta"]["kernels"] == kernel_sources()
     found = report.by_shape(result["rows"])
     assert len(found) == 4 * 2 * 2
     for (_, variant, *_), rows in found.items():
@@ -198,7 +205,14 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_shapes() -> None:
     sizes = {name: len(found) for name, found in shapes.SETS.items()}
-    assert sizes == {"locdit": 4, "llama8b": 40, "qwen27b": 40, "square": 2, "decode": 56}
+    assert sizes == {
+        "locdit": 4,
+        "llama8b": 40,
+        "qwen27b": 40,
+        "square": 2,
+        "host": 2,
+        "decode": 56,
+    }
     found = shapes.shapes_of(["llama8b", "locdit", "square"], None, None, None)
     assert len(found) == 45  # 4096 cubed is of two sets
     weights = [shape[1:] for shape in found]
@@ -259,6 +273,47 @@ def test_a_replay_lasts_a_few_milliseconds(
     assert made == list(range(copies)) * (1 + calls // copies)
     assert times == pytest.approx([us] * 15) and len(results) == copies
     assert clock.replays == 17
+
+
+def test_quacks_configurations_are_timed_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mean over all copies, in few calls; a kernel still compiled is QuACK's to wait for."""
+    clock = Clock(monkeypatch)
+    made: list[tuple[int, int, str]] = []
+
+    def fn(a: int, b: int, config: str) -> None:
+        if config == "pending":
+            raise TimeoutError
+        clock.now += a + b
+        made.append((a, b, config))
+
+    sets = [(100,), (200,), (300,)], [{"b": 0}, {"b": 10}, {"b": 20}]
+    times = quack_peer.brief_times(fn, *sets, {"config": "c"}, quantiles=(0.5, 0.2, 0.8))
+    assert times == pytest.approx([0.21] * 3)  # ms
+    assert len(made) == 1 + 3 + 2 * 3 and clock.replays == 2
+    with pytest.raises(TimeoutError):
+        quack_peer.brief_times(fn, *sets, {"config": "pending"})
+
+
+def test_quacks_tuner_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    interface = SimpleNamespace(
+        gemm=lambda *a, **k: calls.append(k) or a[0], gemm_tuned=SimpleNamespace(cache_results=True)
+    )
+    tuner = SimpleNamespace(_bench_cuda_graph_l2_rotate=None)
+    quack = SimpleNamespace(autotuner=tuner, gemm_interface=interface)
+    monkeypatch.setitem(sys.modules, "quack", quack)
+    monkeypatch.setenv("QUACK_COMPILE_WORKERS", "3")
+    quack_peer._gemm.cache_clear()
+    case = gemm_problem.make_case("per_token", 16, 32, 64, "none", "cpu")
+    one = torch.tensor(0.5)
+    operands = Operands(case.xq, case.sx, [case.wq], [case.sw], [None], [None], None, one, one)
+    call = quack_peer.quack(operands)
+    assert call(0, None) is case.xq and call(0, None) is case.xq
+    assert [(k["tuned"], k["alpha"]) for k in calls] == [(True, 0.25)] * 2
+    assert tuner._bench_cuda_graph_l2_rotate is quack_peer.brief_times
+    assert interface.gemm_tuned.cache_results is False
+    assert os.environ["QUACK_COMPILE_WORKERS"] == "3"
+    quack_peer._gemm.cache_clear()
 
 
 def test_the_backends_of_a_cpu() -> None:

@@ -116,6 +116,48 @@ def test_row_major_weight_scales_may_be_written_to(backend):
     assert torch.equal(y.double(), case.exact()[0])
 
 
+def test_frozen_weight_scales_cost_no_launch(backend, launched):
+    case = mxfp8_case(45, 136, 96, seed=8, blocked=False)
+    case.run()
+    cute_fp8.freeze_scales(case.sw)
+    case.check_exact()
+    blocked_tokens = replace(case, sx=cute_fp8.to_blocked(case.sx))
+    for run, count in ((case.run, 2), (blocked_tokens.run, 1)):
+        run()
+        kernels = launched(run)
+        assert len(kernels) == count, kernels
+    case.sw.view(torch.uint8).add_(1)
+    kernels = launched(case.run)
+    assert len(kernels) == 3, kernels
+    case.check_exact()
+
+
+def test_frozen_weight_scales_on_other_streams_and_in_graphs(backend):
+    case = mxfp8_case(45, 136, 96, seed=8, blocked=False)
+    expected = case.run()
+    freezing, using = torch.cuda.Stream(), torch.cuda.Stream()
+    sw = torch.zeros_like(case.sw.view(torch.uint8)).view(E8M0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(freezing):
+        torch.cuda._sleep(50_000_000)
+        sw.view(torch.uint8).copy_(case.sw.view(torch.uint8))
+        cute_fp8.freeze_scales(sw)
+    case = replace(case, sw=sw)
+    with torch.cuda.stream(using):
+        y = case.run()
+    using.synchronize()
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = case.run()
+        with pytest.raises(RuntimeError, match=r"^freeze_scales: .* capture"):
+            cute_fp8.freeze_scales(sw)
+    for _ in range(2):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
 def test_blocked_scales_cost_one_launch(backend, launched):
     case = mxfp8_case(45, 136, 96, seed=9)
     case.run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.choice import Choice
 from cute_fp8.compiler import compile
 from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.gating import interleave_gate_up
@@ -23,12 +24,15 @@ from cute_fp8.numerics import (
 )
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
+from cute_fp8.tuning import autotune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FP8_MAX",
+    "Choice",
     "Verdict",
+    "autotune",
     "compile",
     "dequantize_fp8",
     "dequantize_mxfp8",

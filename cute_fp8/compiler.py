@@ -8,10 +8,9 @@ Compiling needs no GPU. ``get`` is the only way to a kernel; between its look-up
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatch
 from importlib import import_module
@@ -30,6 +29,7 @@ from cute_fp8.kernels.config import (
     RelayoutConfig,
 )
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.progress import watched
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
@@ -199,18 +199,7 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     target = check_target(str(arch)) if device is None else _target_of_device(device)
     configs = shipped_configs(ops)
     _refuse_capture(configs[0])
-    return CompileReport(_watched(_make_ready(configs, target, device), len(configs)))
-
-
-def _watched(lines: Iterable[tuple[str, str, float]], total: int) -> Iterable[Any]:
-    """The lines, under a progress bar if someone is looking and there is one."""
-    if not sys.stderr.isatty():
-        return lines
-    try:
-        from cute_fp8.tables import track
-    except ModuleNotFoundError:
-        return lines
-    return track(lines, "compiling", total)
+    return CompileReport(watched(_make_ready(configs, target, device), "compiling", len(configs)))
 
 
 def _make_ready(

@@ -102,9 +102,9 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(everything, dict):
             return everything
         fault = "holds no object"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         fault = (str(error).splitlines() or [type(error).__name__])[0]
     text = f"has a bad file, ignored until the next autotuning rewrites it: {path.name} ({fault})"
     cache.warn("bad tuned", path.parent, text)

@@ -108,10 +108,11 @@ class TileCosts:
         self.k_tile_clk = _k_tile_clk(config, gpu, others_per_mma)
 
         tile = self.tile
-        warps = tile.warps_m * tile.warps_n
+        # Gated, each pair of channels is one output.
+        self.columns_per_channel = 0.5 if epilogue.gated else 1.0
         instructions = OUTPUT_INSTRUCTIONS + ACTIVATION_INSTRUCTIONS * bool(epilogue.activation)
         instructions += EXTRA_INSTRUCTIONS * (bool(epilogue.bias) + bool(epilogue.residual))
-        outputs_per_scheduler = tile.m * tile.n / min(warps, SCHEDULERS)
+        outputs_per_scheduler = tile.m * tile.n / min(tile.group_warps, SCHEDULERS)
         self.epilogue_clk = EPILOGUE_CLK + outputs_per_scheduler * instructions / 32
 
     def predict(self, m: int, n: int, k: int, splits: int = 1) -> Prediction:
@@ -133,11 +134,12 @@ class TileCosts:
         else:
             clocks = rounds * (mainloop + self.epilogue_clk)
 
-        out_bytes = m * n * self.out_bytes
+        outputs = m * n * self.columns_per_channel
+        out_bytes = outputs * self.out_bytes
         through_l2 = tiles * k_tiles * self.stage_bytes + out_bytes
         if splits > 1:
             through_l2 += 2 * units * tile.m * tile.n * PARTIAL_BYTES
-        reads = self._dram_reads(m, n, k, tiles_m) + m * n * self.residual_bytes
+        reads = self._dram_reads(m, n, k, tiles_m) + outputs * self.residual_bytes
         compute_us = clocks / gpu.clock_mhz
         l2_us = through_l2 * 1e-3 / gpu.l2_gbps
         dram_us = (reads / gpu.read_share + out_bytes / WRITE_SHARE) * 1e-3 / gpu.dram_gbps
@@ -177,13 +179,13 @@ def _k_tile_clk(config: GemmConfig, gpu: Gpu, others_per_mma: float | None) -> f
     """Clocks per k-tile: of the MMAs, of shared memory or of the loads, whichever are most."""
     tile = config.tile
     k_blocks = tile.k // MMA_K
-    # Fragments of the MMA's M side have 16 rows, of its N side 8; ``ldmatrix.x4`` loads 16 of both.
-    loads = k_blocks * (max(tile.warp_m / MMA_M, 0.5) + max(tile.warp_n / MMA_M, 0.5))
+    # A fragment of the MMA's M side is one ``ldmatrix.x4``; of its N side half of one.
+    loads = k_blocks * (tile.warp_a + tile.warp_b) / MMA_M
     others: float = loads + K_TILE_INSTRUCTIONS + SCALE_INSTRUCTIONS * config.block_scaled
     if others_per_mma is not None:
         others = others_per_mma * tile.mmas_per_k_tile
 
-    warps = tile.warps_m * tile.warps_n
+    warps = tile.group_warps  # ping-pong groups multiply in turns
     per_scheduler = -(-warps // SCHEDULERS)
     mma_clk = MMA_FLOPS / (gpu.mma_flops / SCHEDULERS)
     mmas = max(per_scheduler * tile.mmas_per_k_tile * mma_clk, k_blocks * MMA_LATENCY_CLK)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cute_fp8.choice import Choice, Pick, choice_of, parse
-from cute_fp8.kernels.config import TILES, EpilogueConfig, TileConfig
+from cute_fp8.kernels.config import EpilogueConfig, TileConfig
+from cute_fp8.kernels.tiles import TILES
 
 TILE = TileConfig(128, 128, 128, 2, 2, 3)
 EVERY = list(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))

@@ -10,7 +10,8 @@ import pytest
 
 from cute_fp8 import gpus, model
 from cute_fp8.gpus import H200, RTX_5070_TI
-from cute_fp8.kernels.config import TILES, EpilogueConfig, GemmConfig, TileConfig
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.model import TileCosts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,8 @@ import torch
 import cute_fp8
 from cute_fp8 import cache, dispatch, explain, gpus, selection, settings, winners
 from cute_fp8.choice import Choice
-from cute_fp8.kernels.config import TILES, TileConfig
+from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.problem import GemmProblem
 from cute_fp8.selection import Ranked, Selection, name_of, rank, select_config
 
@@ -30,7 +31,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def problem(m: int, n: int, k: int, variant: str = "per_token", **options: Any) -> GemmProblem:
-    return explain(m=m, n=n, k=k, variant=variant, capability=None, device="cpu", **options).problem
+    return explain(
+        **{"op": "gemm", **options}, m=m, n=n, k=k, variant=variant, device="cpu"
+    ).problem
 
 
 def chosen(m: int, n: int, k: int, gpu: gpus.Gpu, variant: str = "per_token") -> Ranked:
@@ -180,7 +183,8 @@ def test_explain_takes_a_gpu_by_name_or_a_typical_one_of_the_capability() -> Non
     [
         ("128x128x128_s4_w2x2", "per_token", "per_token needs 1[0-9]+ bytes of shared memory"),
         ("128x128x128_s3_w2x2", "mxfp8", "mxfp8 needs 1[0-9]+ bytes of shared memory"),
-        ("128x128x64_s4_w2x2", "mxfp8", "k is 64, must be 128 for MXFP8"),
+        ("64x96x128_s2_w2x1", "mxfp8", "m and n must divide 128 or be multiples of it"),
+        ("128x128x64_s4_w2x2/split2/dynamic", "mxfp8", "must be cooperative, without split-K"),
         ("128x128x128_s2_w2x2/split9", "per_token", "got 9 splits, must be at most 8, the k-tiles"),
     ],
 )
@@ -203,7 +207,10 @@ def test_gemm_raises_what_explain_says_of_a_pinned_config(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="must be at most 101376"):
         dispatch.select(problem(352, 1024, 1024), pinned)
     route = dispatch.select(problem(352, 1024, 1024), settings.Settings("auto", None))
-    assert route.pick is not None and route.config == route.pick.config
+    assert (
+        route.pick is not None
+        and route.pick == rank(problem(352, 1024, 1024), gpus.RTX_5090)[0].pick
+    )
 
 
 def test_dynamic_scheduling_wants_a_gpu_that_has_it() -> None:
@@ -221,6 +228,12 @@ def test_a_pinned_config_serves_whatever_m_is() -> None:
             assert route is not None and route.pick is not None and route.selection is not None
             assert (route.pick.config.tile, route.selection.reason) == (tile, "pinned")
             assert route.selection.ranking == ()
+
+
+def test_mxfp8_output_takes_a_tile_whose_warps_have_whole_blocks() -> None:
+    quantized = problem(352, 1024, 1024, "mxfp8", out_dtype=torch.float8_e4m3fn, op="gemm_gated")
+    tiles = {ranked.pick.config.tile for ranked in rank(quantized, gpus.RTX_5090)}
+    assert tiles == {tile for tile in TILES["mxfp8"] if tile.warp_n >= 64}
 
 
 # ------------------------------------------------------------------------------------- winners

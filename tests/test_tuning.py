@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cute_fp8
 from cute_fp8 import cache, cli, dispatch, gpus, plan, selection, settings, sweep, tuning, winners
-from cute_fp8.kernels.config import TILES
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sweep import Contender
 from cute_fp8.tuning import autotune
 

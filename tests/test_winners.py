@@ -11,7 +11,7 @@ import pytest
 
 from cute_fp8 import cache, winners
 from cute_fp8.choice import Choice, parse
-from cute_fp8.kernels.config import TILES
+from cute_fp8.kernels.tiles import TILES
 
 GPU, PROBLEM = "RTX 5090", "gemm_per_token-1x64x64-bfloat16"
 CHOICE, OTHER = (Choice(tile, 2) for tile in TILES["per_token"][:2])

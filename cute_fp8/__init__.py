@@ -9,7 +9,6 @@ from __future__ import annotations
 from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
-from cute_fp8.choice import Choice
 from cute_fp8.compiler import compile
 from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.gating import interleave_gate_up
@@ -30,7 +29,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FP8_MAX",
-    "Choice",
     "Verdict",
     "autotune",
     "compile",

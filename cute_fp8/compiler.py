@@ -208,7 +208,7 @@ def _make_ready(
     """Yield a line of the report for each kernel, as soon as it is ready."""
     from cute_fp8 import cute_backend
 
-    for config, seconds in zip(configs, _fill_disk(configs, target), strict=True):
+    for config, seconds in zip(configs, fill_disk(configs, target), strict=True):
         start = time.perf_counter()
         kernel = get(config, target, device)
         if device is not None:
@@ -216,7 +216,7 @@ def _make_ready(
         yield config.name, target, seconds + time.perf_counter() - start
 
 
-def _fill_disk(configs: Sequence[Config], target: str) -> Iterator[float]:
+def fill_disk(configs: Sequence[Config], target: str) -> Iterator[float]:
     """Compile in parallel what is neither in memory nor on disk; yield each kernel's seconds.
 
     Where the disk takes no kernels, or for a single one, nothing is done: ``get`` compiles.

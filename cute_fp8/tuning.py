@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_fp8 import plan, settings, winners
+from cute_fp8 import compiler, plan, settings, winners
 from cute_fp8.capture import is_capturing
 from cute_fp8.choice import Choice
 from cute_fp8.dispatch import explain
 from cute_fp8.gemm_case import GemmCase, is_mx, quantized_case, sample, take
+from cute_fp8.kernels.config import GemmConfig
 from cute_fp8.problem import E4M3
 from cute_fp8.progress import watched
 from cute_fp8.scales import to_blocked
@@ -70,13 +71,20 @@ class TuningReport(list[Timed]):
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """What is to be tuned: a shape's candidates, and what its epilogue is made of."""
+class Problem:
+    """What is to be tuned: a shape's candidates, and what its epilogue is made of.
+
+    Attributes:
+        selection: what it gets now, and the ranking.
+        key: its name among the winners.
+        target: what its kernels are compiled for.
+    """
 
     shape: Shape
     variant: str
     selection: Selection
     key: str
+    target: str
     backend: str
     epilogue: dict[str, Any]
 
@@ -127,8 +135,10 @@ def autotune(
         "residual": residual,
         "activation": activation,
     }
-    problems = [_problem(shape, variant, backend, epilogue) for shape in _listed(shapes)]
-    total = sum(2 * len(problem.selection.ranking[:best]) for problem in problems)
+    problems = [problem_of(shape, variant, backend, epilogue) for shape in _listed(shapes)]
+    picks = {problem.shape: problem.selection.ranking[:best] for problem in problems}
+    kernels = {ranked.pick.config: None for ranking in picks.values() for ranked in ranking}
+    total = len(kernels) + sum(map(len, picks.values()))
     steps = _tune(problems, best, timer or partial(graph_times, replay_us=REPLAY_US))
     return TuningReport(step for step in watched(steps, "tuning", total) if step is not None)
 
@@ -155,36 +165,41 @@ def _listed(shapes: Shape | Iterable[Shape]) -> list[Shape]:
     return list(dict.fromkeys((m, n, k) for m, n, k in items))
 
 
-def _problem(shape: Shape, variant: str, backend: str | None, epilogue: dict[str, Any]) -> _Problem:
+def problem_of(
+    shape: Shape, variant: str, backend: str | None, epilogue: dict[str, Any]
+) -> Problem:
+    """A shape on the GPU at hand, whatever is pinned.
+
+    Raises:
+        ValueError: no CuTe kernel serves it here, or ``gemm`` refuses it.
+    """
     m, n, k = shape
     with settings.unpinned():
         explanation = explain(
             "gemm", m=m, n=n, k=k, variant=variant, backend=backend, device=_device(), **epilogue
         )
     route = explanation.route
-    if route is None or route.selection is None:
+    if route is None or route.selection is None or route.target is None:
         took = "no route" if route is None else route.entry.name
         raise ValueError(
             f"autotune: got {m}x{n}x{k} on {explanation.problem.device} ({took}), must be a GPU "
             "whose gemm is a CuTe kernel"
         )
     key = name_of(explanation.problem)
-    return _Problem(shape, variant, route.selection, key, route.entry.backend, epilogue)
+    backend = route.entry.backend
+    return Problem(shape, variant, route.selection, key, route.target, backend, epilogue)
 
 
-def _tune(problems: Sequence[_Problem], best: int, timer: Timer) -> Iterator[Timed | None]:
-    """Yield None for each candidate once it is compiled, and the candidate once its shape is timed.
+def _tune(problems: Sequence[Problem], best: int, timer: Timer) -> Iterator[Timed | None]:
+    """Yield None for each kernel that is compiled, then each candidate once its shape is timed.
 
     Each shape's winner is kept at once.
     """
+    yield from compile_ahead(problems, best)
     for problem in problems:
         gpu = problem.selection.gpu
         candidates = problem.selection.ranking[:best]
-        found = _contenders(problem, [ranked.pick.choice for ranked in candidates])
-        for contender in found:
-            with suppress(Exception):  # what it raises it will raise again when it is checked
-                contender.call(0)
-            yield None
+        found = contenders(problem, [ranked.pick.choice for ranked in candidates])
         rows = list(time_contenders(found, timer))
         timed = [i for i, row in enumerate(rows) if "us" in row]
         if not timed:
@@ -200,7 +215,7 @@ def _tune(problems: Sequence[_Problem], best: int, timer: Timer) -> Iterator[Tim
             yield Timed(*problem.shape, name, predicted, us, failed, i == fastest)
 
 
-def _contenders(problem: _Problem, choices: Sequence[Choice]) -> list[Contender]:
+def contenders(problem: Problem, choices: Sequence[Choice]) -> list[Contender]:
     """Every choice as a contender on the same data, with the weight's rotated copies shared."""
     m, n, k = problem.shape
     case = quantized_case(problem.variant, m, n, k, device=_device(), **problem.epilogue)
@@ -214,6 +229,21 @@ def _contenders(problem: _Problem, choices: Sequence[Choice]) -> list[Contender]
         )
         for choice in choices
     ]
+
+
+def compile_ahead(problems: Sequence[Problem], best: int) -> Iterator[None]:
+    """Compile the best few kernels of all problems, in parallel where the disk takes them.
+
+    Yields None for each. What does not compile now will say why when it is checked.
+    """
+    by_target: dict[str, dict[GemmConfig, None]] = {}
+    for problem in problems:
+        kernels = by_target.setdefault(problem.target, {})
+        kernels.update((ranked.pick.config, None) for ranked in problem.selection.ranking[:best])
+    for target, kernels in by_target.items():
+        with suppress(RuntimeError):
+            for _ in compiler.fill_disk([*kernels], target):
+                yield None
 
 
 def _rotated_cases(case: GemmCase, copies: int) -> list[GemmCase]:

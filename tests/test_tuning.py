@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cute_fp8
 from cute_fp8 import cache, cli, dispatch, gpus, plan, selection, settings, sweep, tuning, winners
+from cute_fp8.choice import parse
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sweep import Contender
 from cute_fp8.tuning import autotune
@@ -34,6 +35,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "explain", explain_as_if)
     pinned = tuning._pinned
     monkeypatch.setattr(tuning, "_pinned", lambda _, *rest: pinned("reference", *rest))
+    monkeypatch.setattr(
+        tuning.compiler, "fill_disk", lambda configs, target: [0.0 for _ in configs]
+    )
     winners.forget()
     yield tmp_path / "cache"
     winners.forget()
@@ -158,7 +162,24 @@ def test_several_shapes_each_once_under_one_bar(monkeypatch: pytest.MonkeyPatch)
     assert [(line.m, line.kept) for line in report] == [
         (33, False), (33, True), (16, False), (16, True)
     ]  # fmt: skip
-    assert bars == [("tuning", 8, 8)]
+    ((what, total, steps),) = bars
+    assert (what, total) == ("tuning", steps) and 4 + 2 <= total <= 4 + 4
+
+
+def test_all_kernels_are_compiled_ahead_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[Any], str]] = []
+
+    def fill(configs: list[Any], target: str) -> Iterator[float]:
+        asked.append((configs, target))
+        yield 0.0
+        raise RuntimeError("one does not compile")
+
+    monkeypatch.setattr(tuning.compiler, "fill_disk", fill)
+    report = autotune([SHAPE, (16, 64, 96)], best=3, timer=Clock(1.0))
+    ((configs, target),) = asked
+    assert target == "sm_120a" and len(configs) == len({*configs})
+    tiles = {parse(line.config).tile for line in report}
+    assert {config.tile for config in configs} == tiles and len(report) == 6
 
 
 def test_plans_are_made_anew_after_tuning() -> None:

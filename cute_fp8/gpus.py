@@ -136,17 +136,22 @@ def of_capability(capability: Capability) -> Gpu:
     return _TYPICAL.get(capability, RTX_5090)
 
 
-@cache
 def of_device(device: torch.device) -> Gpu:
     """The GPU behind a CUDA device: from :data:`GPUS` by its name, else from its properties.
 
     Raises:
         ValueError: no CUDA device.
     """
-    capability = capability_of_device(device)
-    if capability is None:
+    if capability_of_device(device) is None:
         raise ValueError(f"device: got {device}, must be a CUDA device")
-    return of_properties(torch.cuda.get_device_properties(device), capability)
+    index: int | None = device.index  # torch's stubs forget that it may be absent
+    return _of_index(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def _of_index(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return of_properties(properties, (properties.major, properties.minor))
 
 
 def of_properties(properties: Any, capability: Capability) -> Gpu:

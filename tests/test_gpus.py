@@ -113,6 +113,24 @@ def test_the_rated_rates_are_those_that_the_makers_state() -> None:
     assert gpus.RTX_5070_TI.sms * 2048 * 2.9e-3 == pytest.approx(416, rel=0.01)
 
 
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [
+        properties(f"NVIDIA GeForce RTX {name}", multi_processor_count=sms, major=12, minor=0)
+        for name, sms in (("5080", 84), ("5090", 170))
+    ]
+    current = [0]
+    monkeypatch.setattr(gpus, "capability_of_device", lambda device: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: here[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    gpus._of_index.cache_clear()
+    try:
+        for current[0], name in ((0, "RTX 5080"), (1, "RTX 5090")):
+            assert gpus.of_device(torch.device("cuda")).name == name
+            assert gpus.of_device(torch.device("cuda", 1 - current[0])).name != name
+    finally:
+        gpus._of_index.cache_clear()
+
+
 def test_of_device_wants_a_gpu() -> None:
     with pytest.raises(ValueError, match="device: got cpu, must be a CUDA device"):
         gpus.of_device(torch.device("cpu"))

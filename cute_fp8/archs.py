@@ -79,10 +79,11 @@ matmul exists on no GPU that this has run on; its glue is tested against an emul
 ## Predicted
 
 Microseconds that the performance model (`cute_fp8/model.py`) gives for the configuration that it
-picks; bf16 output, operands out of L2. Nobody has measured them. With its constants unchanged the
-model gives ten published times of other kernels on an RTX 5070 Ti, and 45 of this kernel through
-the stand-in, within 15 % (`tests/test_model.py`). Most clocks are the rated ones, which many cards
-exceed. `python -m cute_fp8 explain M N K --gpu NAME` shows the configurations and what limits them.
+picks; bf16 output, operands out of L2. Nobody has measured them. The same model gives ten published
+times of other kernels on an RTX 5070 Ti, which were known when it was made, and 45 of this kernel
+through the stand-in within 15 % (`tests/test_model.py`, `perf/NOTES.md`). Most clocks are the rated
+ones, which many cards exceed; no power limit is modelled, which large shapes on large cards meet.
+`python -m cute_fp8 explain M N K --gpu NAME` shows the configurations and what limits them.
 
 Per token x per channel:
 

@@ -12,10 +12,10 @@ do not. Clocks are the rated boost clock, except where a figure under load is kn
 RTX 5090 (2.42 to 2.46 GHz at 575 W, github.com/NVIDIA/open-gpu-kernel-modules/issues/1266). Cards
 with power to spare run above the rated clock, so the others' predictions err to the slow side.
 
-No maker states the bandwidth of L2. Of sm_120 16 bytes per clock and SM is an assumption: the best
-published GEMMs of three cards draw 12.5 to 14 through 128x128 tiles. Of Hopper 32 is: its makers
-name 5120 bytes per clock for 132 SMs (39), and 5.6 TB/s (37) has been measured of an A100's L2,
-which is built alike.
+No maker states the bandwidth of these GPUs' L2. Of sm_120 16 bytes per clock and SM is an
+assumption: the best published GEMMs of three cards draw 12.5 to 14 through 128x128 tiles. So is 32
+of Hopper: the A100's L2, built alike, was measured at 5.6 TB/s, 37 bytes per clock and SM
+(github.com/RRZE-HPC/gpu-benches/issues/7, an A800).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ what a band of tiles needs does not stay in L2, and the output.
 Whichever takes longest sets the time; a second resource that is nearly as busy adds to it.
 
 The constants were written down before the model was run against kernels that were measured
-(tests/test_model.py); perf/NOTES.md says with what in view, and what came of it. All are of the kind that can be read
-off a kernel's machine code or a chip's data sheet. They rank configurations; a time on a GPU that
-nobody has measured is called *predicted*.
+(tests/test_model.py); perf/NOTES.md says with what in view, and what came of it. All are of the
+kind that can be read off a kernel's machine code or a chip's data sheet. They rank configurations;
+a time on a GPU that nobody has measured is called *predicted*.
 """
 
 from __future__ import annotations

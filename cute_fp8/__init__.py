@@ -24,12 +24,14 @@ from cute_fp8.numerics import (
 )
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
+from cute_fp8.tuning import autotune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FP8_MAX",
     "Verdict",
+    "autotune",
     "compile",
     "dequantize_fp8",
     "dequantize_mxfp8",

@@ -35,7 +35,8 @@ def gemm(
     """``y = act(xq @ wq.T * sx * sw + bias) + residual``, accumulated in fp32 and rounded once.
 
     The scales choose the variant: fp32 for one scale per token and one per output channel,
-    ``float8_e8m0fnu`` for MXFP8 (one per block of 32 along K, for both operands).
+    ``float8_e8m0fnu`` for MXFP8 (one per block of 32 along K, for both operands). Results are
+    deterministic, but not batch-invariant unless ``use(config=...)`` pins a configuration.
 
     Args:
         xq: activation codes ``[..., K]`` float8_e4m3fn; M rows in all, M >= 0. Rows contiguous, at
@@ -113,7 +114,7 @@ def gemm_gated(
 
     Gate and up are ``xq @ wq.T * sx * sw + bias`` in fp32, of channels that alternate in blocks of
     8: ``g0..7, u0..7, g8..15, u8..15, ...`` (:func:`cute_fp8.interleave_gate_up`; scales and bias
-    likewise).
+    likewise). Not batch-invariant unless ``use(config=...)`` pins a configuration.
 
     Args:
         xq, sx, wq, sw, bias: as in :func:`gemm`; N, gate and up together, a multiple of 16.

@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cute_fp8 import predictions
 from cute_fp8.compiler import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
 from cute_fp8.environment import ROOT, commit, environment, kernel_sources
@@ -74,6 +75,23 @@ one of these words per cell:
 On sm_90a the stand-in runs only when it is asked for, with `use(backend="stand-in")`. Problems that
 torch does not serve (N no multiple of 16) take the reference where torch is named. torch's MXFP8
 matmul exists on no GPU that this has run on; its glue is tested against an emulation on the CPU.
+
+## Predicted
+
+Microseconds that the performance model (`cute_fp8/model.py`) gives for the configuration that it
+picks; bf16 output, operands out of L2. Nobody has measured them. The same model gives ten published
+times of other kernels on an RTX 5070 Ti, which were known when it was made, and 45 of this kernel
+through the stand-in within 15 % (`tests/test_model.py`, `perf/NOTES.md`). Most clocks are the rated
+ones, which many cards exceed; no power limit is modelled, which large shapes on large cards meet.
+`python -m cute_fp8 explain M N K --gpu NAME` shows the configurations and what limits them.
+
+Per token x per channel:
+
+{predicted}
+
+MXFP8, scales in blocks:
+
+{predicted_mxfp8}
 
 ## Evidence
 
@@ -245,7 +263,12 @@ def render(evidence: Sequence[Evidence] | None = None, table: Sequence[Entry] = 
         (f"[{e.name}](perf/results/{e.name})", _where(e), sources_of(e), summary(e))
         for e in evidence
     ]
-    return TEXT.format(matrix=_markdown(matrix), evidence=_markdown(listed))
+    return TEXT.format(
+        matrix=_markdown(matrix),
+        predicted=_markdown([*predictions.rows("per_token")]),
+        predicted_mxfp8=_markdown([*predictions.rows("mxfp8")]),
+        evidence=_markdown(listed),
+    )
 
 
 def sources_of(evidence: Evidence) -> str:

@@ -108,9 +108,14 @@ def _count(**events: int) -> None:
 
 
 def _folder() -> Path | None:
+    """Where kernels are kept; None where they must be compiled."""
+    return None if must_compile() else usable_folder()
+
+
+def usable_folder() -> Path | None:
     """The folder if it is to be used, made if it is not there; None if not, with one warning."""
     folder = location()
-    if folder is None or must_compile():
+    if folder is None:
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,7 +123,7 @@ def _folder() -> Path | None:
             raise PermissionError("others can write there; chmod 700, or choose another folder")
         return folder
     except OSError as error:
-        _warn("use", folder, f"is not used: {error} ({VARIABLE})")
+        warn("use", folder, f"is not used: {error} ({VARIABLE})")
         return None
 
 
@@ -128,8 +133,8 @@ def _ours(info: os.stat_result) -> bool:
     return info.st_uid in (os.geteuid(), 0) and not writable_by_others
 
 
-def _warn(what: str, path: Path, text: str) -> None:
-    """Warn, once in this process."""
+def warn(what: str, path: Path, text: str) -> None:
+    """Warn of one thing about one folder, once in this process."""
     with _lock:
         if (what, path) in _warned:
             return
@@ -154,7 +159,7 @@ def locked(folder: Path, name: str) -> Iterator[bool]:
         lock.acquire()
     except Timeout:
         lock = None
-        _warn("wait", folder, f"is busy: {name[:8]}... was locked for {LOCK_SECONDS:.0f} s")
+        warn("wait", folder, f"is busy: {name[:8]}... was locked for {LOCK_SECONDS:.0f} s")
     except (OSError, RuntimeError) as error:
         lock = None
         _give_up(folder, error)
@@ -169,7 +174,7 @@ def locked(folder: Path, name: str) -> Iterator[bool]:
 def _give_up(folder: Path, error: Exception) -> None:
     """Write no more to this folder."""
     _read_only.add(folder)
-    _warn("write", folder, f"gets no new kernels: {error}")
+    warn("write", folder, f"gets no new kernels: {error}")
 
 
 # ------------------------------------------------------------------------------ files
@@ -306,7 +311,7 @@ def _remove_stale(folder: Path) -> None:
 
 def _set_aside(path: Path, fault: str) -> None:
     """Keep a file that is no good, for whoever wants to know, but out of the way."""
-    _warn("bad", path.parent, f"has a bad file, set aside and compiled anew: {path.name} {fault}")
+    warn("bad", path.parent, f"has a bad file, set aside and compiled anew: {path.name} {fault}")
     try:
         path.replace(path.with_suffix(".bad"))
     except OSError:

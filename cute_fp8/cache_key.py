@@ -11,9 +11,9 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
+from cute_fp8 import wheels
 from cute_fp8.kernels.config import Config
 
 #: What compiles and loads.
@@ -77,19 +77,12 @@ def _surroundings() -> dict[str, str]:
     return {
         "cute-fp8": __version__,
         "sources": digest_of_sources(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: wheels.version(package) for package in PACKAGES},
         "cuda": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "machine": f"{platform.system()} {platform.machine()}",
         "cpu": _digest_of_cpu(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def sources_changed() -> bool:

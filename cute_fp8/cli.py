@@ -1,4 +1,4 @@
-"""``python -m cute_fp8``: info, explain, compile, verify, validate, demo."""
+"""``python -m cute_fp8``: info, explain, autotune, compile, verify, validate, demo."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from cute_fp8 import dispatch, settings
 from cute_fp8.targets import TARGETS, Capability, check_target
+from cute_fp8.tuning import BEST, autotune
 
 if TYPE_CHECKING:
     from cute_fp8.inspection import Inspection
@@ -57,9 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0"
     )
+    explain.add_argument("--gpu", help="one that need not be here, e.g. 'RTX 5090'")
     explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
     explain.add_argument("--backend", choices=settings.BACKENDS)
+    explain.add_argument("--config", help="a pinned configuration, by name")
     explain.set_defaults(run=_explain)
+
+    tune = commands.add_parser(
+        "autotune", help="time the best few configurations of a GEMM here, keep the fastest"
+    )
+    for name in ("m", "n", "k"):
+        tune.add_argument(name, type=int)
+    tune.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
+    tune.add_argument("--backend", choices=settings.BACKENDS)
+    tune.add_argument("--best", type=int, default=BEST, help="how many configurations to time")
+    tune.set_defaults(run=_autotune)
 
     compile_ = commands.add_parser(
         "compile", help="compile kernels without a GPU, inspect them, apply the gates"
@@ -118,17 +131,25 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    explanation = dispatch.explain(
-        "gemm",
-        m=options.m,
-        n=options.n,
-        k=options.k,
-        capability=options.capability,
-        variant=options.variant,
-        backend=options.backend,
-    )
+    with settings.use(config=options.config):
+        explanation = dispatch.explain(
+            "gemm",
+            m=options.m,
+            n=options.n,
+            k=options.k,
+            capability=options.capability,
+            gpu=options.gpu,
+            variant=options.variant,
+            backend=options.backend,
+        )
     print(explanation)
     return 0 if explanation.route else 1
+
+
+def _autotune(options: argparse.Namespace) -> int:
+    shape = (options.m, options.n, options.k)
+    print(autotune(shape, variant=options.variant, backend=options.backend, best=options.best))
+    return 0
 
 
 def _compile(options: argparse.Namespace) -> int:

@@ -8,10 +8,9 @@ Compiling needs no GPU. ``get`` is the only way to a kernel; between its look-up
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from fnmatch import fnmatch
 from importlib import import_module
@@ -30,6 +29,7 @@ from cute_fp8.kernels.config import (
     RelayoutConfig,
 )
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.progress import watched
 from cute_fp8.targets import capability_of_device, check_target, target_of
 
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
@@ -199,18 +199,7 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     target = check_target(str(arch)) if device is None else _target_of_device(device)
     configs = shipped_configs(ops)
     _refuse_capture(configs[0])
-    return CompileReport(_watched(_make_ready(configs, target, device), len(configs)))
-
-
-def _watched(lines: Iterable[tuple[str, str, float]], total: int) -> Iterable[Any]:
-    """The lines, under a progress bar if someone is looking and there is one."""
-    if not sys.stderr.isatty():
-        return lines
-    try:
-        from cute_fp8.tables import track
-    except ModuleNotFoundError:
-        return lines
-    return track(lines, "compiling", total)
+    return CompileReport(watched(_make_ready(configs, target, device), "compiling", len(configs)))
 
 
 def _make_ready(
@@ -219,7 +208,7 @@ def _make_ready(
     """Yield a line of the report for each kernel, as soon as it is ready."""
     from cute_fp8 import cute_backend
 
-    for config, seconds in zip(configs, _fill_disk(configs, target), strict=True):
+    for config, seconds in zip(configs, fill_disk(configs, target), strict=True):
         start = time.perf_counter()
         kernel = get(config, target, device)
         if device is not None:
@@ -227,7 +216,7 @@ def _make_ready(
         yield config.name, target, seconds + time.perf_counter() - start
 
 
-def _fill_disk(configs: Sequence[Config], target: str) -> Iterator[float]:
+def fill_disk(configs: Sequence[Config], target: str) -> Iterator[float]:
     """Compile in parallel what is neither in memory nor on disk; yield each kernel's seconds.
 
     Where the disk takes no kernels, or for a single one, nothing is done: ``get`` compiles.

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_fp8 import torch_backend
+from cute_fp8 import gpus, torch_backend
+from cute_fp8.choice import Pick
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
-from cute_fp8.selection import Pick, pick_config
+from cute_fp8.selection import Selection, select_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
 
@@ -92,17 +93,26 @@ class Route:
 
     entry: Entry
     target: str | None = None
-    pick: Pick | None = None
+    selection: Selection | None = None
+
+    @property
+    def pick(self) -> Pick | None:
+        """The kernel of a CuTe route, and its number of splits."""
+        return None if self.selection is None else self.selection.chosen.pick
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A walk through the table. Prints as a short text."""
+    """A walk through the table. Prints as a short text.
+
+    ``refusal`` is why a pinned configuration cannot serve the problem; there is no route then.
+    """
 
     problem: GemmProblem
     capability: Capability | None
     route: Route | None
     refused: tuple[tuple[Entry, str], ...]
+    refusal: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -113,18 +123,30 @@ class Explanation:
         )
         lines = [f"{p.op} {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
         lines += [f"  refused {entry.name}: {reason}" for entry, reason in self.refused]
+        if self.refusal is not None:
+            lines.append(f"  refused the pinned {self.refusal}")
         if self.route is None:
             return "\n".join([*lines, "  no route"])
-        taken = f"  takes   {self.route.entry.name}"
-        if self.route.pick is not None:
-            taken += f" for {self.route.target}, tile {self.route.pick.name}"
-        return "\n".join([*lines, taken])
+        lines.append(f"  takes   {self.route.entry.name}")
+        if self.route.pick is not None and self.route.selection is not None:
+            lines[-1] += f" for {self.route.target}, config {self.route.pick.name}"
+            lines += [f"          {line}" for line in self.route.selection.lines()]
+        return "\n".join(lines)
 
 
-def walk(problem: GemmProblem, capability: Capability | None, settings: Settings) -> Explanation:
+def walk(
+    problem: GemmProblem,
+    capability: Capability | None,
+    settings: Settings,
+    gpu: gpus.Gpu | None = None,
+) -> Explanation:
     """Walk the table for a problem of ``problem.variant``.
 
     ``route`` is None if nothing serves it.
+
+    Args:
+        gpu: whose times are predicted; by default the problem's device, or a typical GPU of the
+            capability if that is another's.
     """
     refused: list[tuple[Entry, str]] = []
     for entry in TABLE:
@@ -132,9 +154,11 @@ def walk(problem: GemmProblem, capability: Capability | None, settings: Settings
             continue
         reason = _refusal(entry, problem, capability, settings)
         if reason is None:
-            return Explanation(
-                problem, capability, _route(entry, problem, capability, settings), tuple(refused)
-            )
+            try:
+                route = _route(entry, problem, capability, settings, gpu)
+            except ValueError as refusal:
+                return Explanation(problem, capability, None, tuple(refused), str(refusal))
+            return Explanation(problem, capability, route, tuple(refused))
         refused.append((entry, reason))
     return Explanation(problem, capability, None, tuple(refused))
 
@@ -144,8 +168,11 @@ def select(problem: GemmProblem, settings: Settings) -> Route:
 
     Raises:
         RuntimeError: the pinned backend does not serve it; the message says why.
+        ValueError: the pinned configuration does not.
     """
     explanation = walk(problem, capability_of_device(problem.device), settings)
+    if explanation.refusal is not None:
+        raise ValueError(explanation.refusal)
     if explanation.route is None:
         reasons = "; ".join(f"{entry.name}: {reason}" for entry, reason in explanation.refused)
         raise RuntimeError(
@@ -171,11 +198,18 @@ def _refusal(
 
 
 def _route(
-    entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings
+    entry: Entry,
+    problem: GemmProblem,
+    capability: Capability | None,
+    settings: Settings,
+    gpu: gpus.Gpu | None,
 ) -> Route:
     if not entry.targets or capability is None:
         return Route(entry)
-    return Route(entry, target_of(capability), pick_config(problem, settings.tile))
+    if gpu is None:
+        here = capability_of_device(problem.device) == capability
+        gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
+    return Route(entry, target_of(capability), select_config(problem, gpu, settings.choice))
 
 
 @dataclass(frozen=True)
@@ -221,6 +255,7 @@ def explain(
     k: int,
     variant: str = "per_token",
     capability: Capability | None = None,
+    gpu: str | None = None,
     device: torch.device | str | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.dtype | None = None,
@@ -234,13 +269,16 @@ def explain(
         op: ``gemm`` or ``gemm_gated``.
         m, n, k: sizes.
         variant: ``per_token`` or ``mxfp8``.
-        capability: of a GPU that need not be here, e.g. ``(12, 0)``; by default that of ``device``.
+        capability: of a GPU that need not be here, e.g. ``(12, 0)``; by default that of ``gpu`` or
+            ``device``.
+        gpu: one that need not be here, for the predicted times, e.g. ``RTX 5090``.
         device: by default the current CUDA device if there is one, else the CPU.
         out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype.
         backend: as in ``use``; by default the current one.
 
     Raises:
-        TypeError, ValueError: an unknown op, variant or backend; or what ``gemm`` would refuse.
+        TypeError, ValueError: an unknown op, variant, GPU or backend; or what ``gemm`` would
+            refuse.
     """
     from cute_fp8.settings import check_backend, current
 
@@ -260,7 +298,14 @@ def explain(
     settings = current()
     if backend is not None:
         settings = settings._replace(backend=check_backend(backend))
-    return walk(problem, capability or capability_of_device(device), settings)
+    if gpu is None:
+        return walk(problem, capability or capability_of_device(device), settings)
+    of_gpu = gpus.named(gpu)
+    if capability not in (None, of_gpu.capability):
+        raise ValueError(
+            f"capability: got {capability}, must be {of_gpu.capability}, the {of_gpu.name}'s"
+        )
+    return walk(problem, of_gpu.capability, settings, of_gpu)
 
 
 def _without_data(

@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,11 @@ def environment() -> dict[str, str]:
         "cute_fp8": cute_fp8.__version__,
         "torch": torch.__version__,
         "kernels": kernel_sources(),
-        "dsl": _version(wheels.FAMILY),
+        "dsl": wheels.version(wheels.FAMILY),
         "python": platform.python_version(),
     }
     for package in PACKAGES:
-        facts[package] = _version(package)
+        facts[package] = wheels.version(package)
     here = torch.cuda.is_available()
     facts["gpu"] = torch.cuda.get_device_name() if here else "none"
     facts["capability"] = "{}.{}".format(*torch.cuda.get_device_capability()) if here else "none"
@@ -230,13 +229,6 @@ def cache_facts() -> dict[str, Any]:
         "bytes": size,
         "stats": cache.stats()._asdict(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _first_line(error: BaseException) -> str:

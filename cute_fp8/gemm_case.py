@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from cute_fp8.numerics import MX_BLOCK, quantize_fp8, quantize_fp8_activations
+from cute_fp8.numerics import (
+    MX_BLOCK,
+    quantize_fp8,
+    quantize_fp8_activations,
+    quantize_mxfp8,
+)
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.testing import accumulation_bound, inputs
 
@@ -29,6 +34,8 @@ _STEEPEST = 1.13
 _EPILOGUE_ROUNDINGS = 16
 #: Rows and columns of guard around a guarded output.
 _GUARD_ROWS, _GUARD_COLUMNS = 2, 16
+#: Rows of a large result that are compared with float64 where its time is what is asked for.
+SAMPLE = 256
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class GemmCase:
         """The float64 result ``[M, N]`` and the allowed absolute error per element, for kernels."""
         a, b = self.xq.double(), self.wq.double()
         scale = torch.ones((), dtype=torch.float64, device=a.device)
-        if self.sx.dtype is torch.float8_e8m0fnu:
+        if is_mx(self.sx):
             a, b = a * _factors(self.sx, self.m, self.k), b * _factors(self.sw, self.n, self.k)
         else:
             scale = self.sx.double().view(-1, 1) * self.sw.double().view(1, -1)
@@ -192,6 +199,50 @@ def gemm_case(
     wq, sw = quantize_fp8(w / k**0.5)
     case = GemmCase(xq, sx, wq, sw, activation=activation, out_dtype=out_dtype)
     return _with_extras(case, bias, residual, seed)
+
+
+def quantized_case(
+    variant: str, m: int, n: int, k: int, *, device: torch.device | str = "cuda", **epilogue: Any
+) -> GemmCase:
+    """:func:`gemm_case` of either variant, with scales as ``quantize_*`` makes them."""
+    case = gemm_case(m, n, k, device=device, **epilogue)
+    if variant == "per_token":
+        return case
+    # Row-major scales: rows can still be taken out of them.
+    x = inputs("gaussian", m, k, seed=0, dtype=torch.float32, device=device)
+    w = inputs("gaussian", n, k, seed=1, dtype=torch.float32, device=device)
+    (xq, sx), (wq, sw) = quantize_mxfp8(x), quantize_mxfp8(w / k**0.5)
+    return replace(case, xq=xq, sx=sx, wq=wq, sw=sw)
+
+
+def take(case: GemmCase, rows: Tensor | slice) -> GemmCase:
+    """The case of some of its tokens."""
+    residual = None if case.residual is None else case.residual[rows]
+    xq = case.xq.view(torch.uint8)[rows].view(case.xq.dtype)
+    return replace(case, xq=xq, sx=_take(case.sx, rows), residual=residual)
+
+
+def _take(scale: Tensor, rows: Tensor | slice) -> Tensor:
+    if scale.numel() == 1:
+        return scale
+    return scale.view(torch.uint8)[rows].view(scale.dtype) if is_mx(scale) else scale[rows]
+
+
+def is_mx(scale: Tensor) -> bool:
+    """Whether scales are those of blocks."""
+    return scale.dtype is torch.float8_e8m0fnu
+
+
+def sample(m: int, device: torch.device | str) -> Tensor | None:
+    """One random row of each of ``SAMPLE`` equal parts, and both ends; None where that is all."""
+    if m <= SAMPLE:
+        return None
+    generator = torch.Generator().manual_seed(m)
+    start = torch.arange(SAMPLE) * m // SAMPLE
+    size = torch.arange(1, SAMPLE + 1) * m // SAMPLE - start
+    rows = start + (torch.rand(SAMPLE, generator=generator) * size).long()
+    rows[0], rows[-1] = 0, m - 1
+    return rows.to(device)
 
 
 def exact_case(

@@ -1,45 +1,121 @@
-"""Which kernel configuration a problem gets."""
+"""Which kernel configuration a problem gets.
+
+What ``use(config=...)`` pins; else what autotuning found fastest on this very GPU; else the
+configuration that the performance model (``model.py``) predicts to be fastest. Another M, another
+GPU or a tuning run can bring another configuration and so another order of additions: results are
+not batch-invariant unless ``config`` is pinned.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
+from cute_fp8 import winners
+from cute_fp8.choice import Choice, Pick
+from cute_fp8.gpus import Gpu
+from cute_fp8.kernels.config import EpilogueConfig
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.model import Prediction, TileCosts
 from cute_fp8.problem import GemmProblem
 
+#: Split counts that are considered, where tiles alone leave SMs idle.
+SPLITS = (2, 3, 4, 6, 8, 12, 16)
+#: k-tiles that a split has at least: fewer do not fill the ring once.
+SPLIT_K_TILES = 4
+#: What splitting must be predicted to gain at least: its workspace is taken from whatever else runs
+#: on the GPU, which the model does not see.
+SPLIT_MARGIN = 0.02
+#: How many that come after the chosen one ``explain`` shows.
+RUNNERS_UP = 3
 
-class Pick(NamedTuple):
-    """A compiled kernel and, with split-K, among how many CTAs a tile's K is shared."""
-
-    config: GemmConfig
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """The tile's name, with the number of splits if there are any."""
-        return self.config.tile.name + (f"/split{self.splits}" if self.splits > 1 else "")
+_WHY = {
+    "predicted": "first by the performance model",
+    "tuned": "fastest when autotuned",
+    "pinned": "pinned",
+}
+_COLUMNS = ("config", "us", "limit", "compute", "of it split", "L2", "DRAM", "units", "per SM")
 
 
-def pick_config(problem: GemmProblem, tile: TileConfig | None = None) -> Pick:
-    """The configuration for a problem; ``tile`` is a pinned one.
+@dataclass(frozen=True)
+class Ranked:
+    """A configuration that can serve a problem, and its predicted time."""
+
+    pick: Pick
+    prediction: Prediction
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of ``explain``'s table."""
+        p = self.prediction
+        times = (f"{us:.1f}" for us in (p.compute_us, p.split_us, p.l2_us, p.dram_us))
+        return (self.pick.name, f"{p.us:.1f}", p.limit, *times, str(p.units), str(p.rounds))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a problem gets on a GPU, why, and what it might have got.
+
+    Attributes:
+        reason: ``predicted``, ``tuned`` or ``pinned``.
+        chosen: the pick, with its predicted time.
+        ranking: all that can serve it, the fastest predicted first; empty where one is pinned.
+    """
+
+    gpu: Gpu
+    reason: str
+    chosen: Ranked
+    ranking: tuple[Ranked, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The choice and the runners-up, as aligned columns, for ``explain``."""
+        others = [r for r in self.ranking if r.pick != self.chosen.pick][:RUNNERS_UP]
+        rows = [_COLUMNS, *(ranked.cells() for ranked in (self.chosen, *others))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        head = f"{_WHY[self.reason]}; predicted times, {self.gpu.name}:"
+        return [head, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+
+
+def select_config(problem: GemmProblem, gpu: Gpu, choice: Choice | None = None) -> Selection:
+    """The configuration for a problem on a GPU; ``choice`` is a pinned one.
 
     Raises:
-        ValueError: a pinned tile that the problem cannot have.
+        ValueError: a pinned one that cannot serve the problem, with the reason.
     """
-    epilogue = epilogue_of(problem)
-    if tile is not None:
-        return Pick(GemmConfig(tile, epilogue, problem.variant).check())
-    tiles = TILES[problem.variant]
-    few = [t for t in tiles if t.swap_ab and t.m >= problem.m]
-    tile = min(few, key=lambda t: t.m) if few else tiles[0]
-    return Pick(GemmConfig(tile, epilogue, problem.variant).check())
+    if choice is not None:
+        return Selection(gpu, "pinned", _pinned(problem, gpu, choice))
+    ranking = tuple(rank(problem, gpu))
+    tuned = winners.winner(gpu.name, name_of(problem))
+    if tuned is not None:
+        try:
+            return Selection(gpu, "tuned", _pinned(problem, gpu, tuned), ranking)
+        except ValueError:
+            pass  # of a space that has changed since
+    return Selection(gpu, "predicted", ranking[0], ranking)
+
+
+def rank(problem: GemmProblem, gpu: Gpu) -> list[Ranked]:
+    """Every configuration that can serve a problem, the one predicted to be fastest first.
+
+    A split counts as slower than it is by :data:`SPLIT_MARGIN`; of equally fast ones, the first in
+    ``TILES`` comes first.
+    """
+
+    def cost(ranked: Ranked) -> float:
+        return ranked.prediction.us * (1 + SPLIT_MARGIN * (ranked.pick.splits > 1))
+
+    return sorted(_candidates(problem, gpu), key=cost)
+
+
+def name_of(problem: GemmProblem) -> str:
+    """What tells problems apart that may be served best by different configurations."""
+    sizes = f"{problem.m}x{problem.n}x{problem.k}"
+    return f"{problem.op}_{problem.variant}-{sizes}-{epilogue_of(problem).name}"
 
 
 def epilogue_of(problem: GemmProblem) -> EpilogueConfig:
-    """The epilogue that a problem asks for."""
+    """The epilogue that a problem asks of a kernel."""
     return EpilogueConfig(
         out=dtype_name(problem.out_dtype),
         bias=None if problem.bias is None else dtype_name(problem.bias),
@@ -52,3 +128,41 @@ def epilogue_of(problem: GemmProblem) -> EpilogueConfig:
 def dtype_name(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``: configurations know no torch."""
     return str(dtype).removeprefix("torch.")
+
+
+def _candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
+    epilogue, m, n, k = epilogue_of(problem), problem.m, problem.n, problem.k
+    for tile in TILES[problem.variant]:
+        try:
+            pick = Choice(tile).pick(epilogue, problem.variant)
+        except ValueError:
+            continue  # a tile that this epilogue cannot be added to
+        costs = TileCosts(pick.config, gpu)
+        whole = costs.predict(m, n, k)
+        yield Ranked(pick, whole)
+        for splits in SPLITS:
+            # Past two units for each SM, or with a few k-tiles each, splitting cannot pay.
+            if whole.units * splits > 2 * gpu.sms or k < splits * SPLIT_K_TILES * tile.k:
+                break
+            try:
+                split = Choice(tile, splits).pick(epilogue, problem.variant)
+            except ValueError:
+                break
+            yield Ranked(split, costs.predict(m, n, k, splits))
+
+
+def _pinned(problem: GemmProblem, gpu: Gpu, choice: Choice) -> Ranked:
+    if choice.dynamic and gpu.capability[0] != 12:
+        raise ValueError(
+            f"config {choice.name}: got a GPU of compute capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}, must be 12.x (cluster launch control)"
+        )
+    k_tiles = -(-problem.k // choice.tile.k)
+    if choice.splits > k_tiles:
+        raise ValueError(
+            f"config {choice.name}: got {choice.splits} splits, must be at most {k_tiles}, the "
+            f"k-tiles of K = {problem.k}"
+        )
+    pick = choice.pick(epilogue_of(problem), problem.variant)
+    prediction = TileCosts(pick.config, gpu).predict(problem.m, problem.n, problem.k, choice.splits)
+    return Ranked(pick, prediction)

@@ -1,4 +1,4 @@
-"""What a caller can pin, for a block of code or the process: the backend and the kernel tile."""
+"""What a caller can pin, for a block of code or the process: the backend and the configuration."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from cute_fp8.choice import Choice, Pick, choice_of
 from cute_fp8.kernels.config import TileConfig
-from cute_fp8.kernels.tiles import TILES
 
 BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 
@@ -17,11 +17,11 @@ BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 class Settings(NamedTuple):
     """backend: one of :data:`BACKENDS`.
 
-    Tile: a pinned kernel tile, or None for the selection's choice.
+    Choice: a pinned kernel configuration, or None for the selection's.
     """
 
     backend: str
-    tile: TileConfig | None
+    choice: Choice | None
 
 
 def check_backend(backend: str, name: str = "backend") -> str:
@@ -29,16 +29,6 @@ def check_backend(backend: str, name: str = "backend") -> str:
     if backend not in BACKENDS:
         raise ValueError(f"{name}: got {backend!r}, must be one of {', '.join(BACKENDS)}")
     return backend
-
-
-def _check_tile(config: TileConfig | str | None) -> TileConfig | None:
-    if config is None or isinstance(config, TileConfig):
-        return config if config is None else config.check()
-    tiles = {tile.name: tile for tiles in TILES.values() for tile in tiles}
-    if config in tiles:
-        return tiles[config]
-    names = ", ".join(tiles)
-    raise ValueError(f"config: got {config!r}, must be a TileConfig or one of {names}")
 
 
 _of_process = Settings(
@@ -49,8 +39,14 @@ current = _current.get
 
 
 @contextmanager
-def use(backend: str | None = None, config: TileConfig | str | None = None) -> Iterator[None]:
-    """Pin the backend and the kernel tile inside a ``with`` block (of this thread or task).
+def use(
+    backend: str | None = None, config: Choice | Pick | TileConfig | str | None = None
+) -> Iterator[None]:
+    """Pin the backend and the configuration inside a ``with`` block (of this thread or task).
+
+    Without a pinned ``config`` each problem gets the one that is predicted, or was tuned, to be
+    fastest for its very sizes: results are not batch-invariant, a row may come out differently in
+    the last bits beside more rows. With one they are, and a call that it cannot serve is refused.
 
     The variable ``CUTE_FP8_BACKEND``, read at import, sets the backend of the whole process.
 
@@ -58,18 +54,29 @@ def use(backend: str | None = None, config: TileConfig | str | None = None) -> I
         backend: ``auto`` (the dispatch table's first match), ``cute`` (only a native CuTe kernel),
             ``stand-in`` (on compute capability 9.0: the sm_120 kernel with a Hopper MMA, for
             testing it there), ``torch`` or ``reference``. None leaves it as it is.
-        config: a tile, or its name as ``explain`` prints it; for CuTe kernels only. None leaves it.
+        config: a tile, a choice or its name as ``explain`` prints it, e.g.
+            ``128x128x128_s3_w2x2/split4``; for CuTe kernels only. None leaves it.
 
     Raises:
-        ValueError: an unknown backend, or a tile that breaks a rule.
+        ValueError: an unknown backend, or a configuration that breaks a rule.
     """
     before = _current.get()
     token = _current.set(
         Settings(
             before.backend if backend is None else check_backend(backend),
-            before.tile if config is None else _check_tile(config),
+            before.choice if config is None else choice_of(config),
         )
     )
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """No pinned configuration inside a ``with`` block; the backend stays."""
+    token = _current.set(_current.get()._replace(choice=None))
     try:
         yield
     finally:

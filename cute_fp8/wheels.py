@@ -60,6 +60,14 @@ class Wheels:
         return "\n".join([*lines, f"mend it with: {self.repair}"])
 
 
+def version(package: str) -> str:
+    """A distribution's version, or ``not installed``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def check(path: Sequence[str] | None = None) -> Wheels:
     """Compare the installed files of the DSL with the RECORDs of its wheels.
 

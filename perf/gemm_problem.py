@@ -16,18 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cute_fp8
-from cute_fp8.gemm_case import GemmCase, gemm_case
-from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
+from cute_fp8.gemm_case import GemmCase, is_mx, quantized_case, sample, take
+from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import to_blocked
 from cute_fp8.sweep import Contender, copies_of, impl_of, pinned, rotated, route_of
-from cute_fp8.testing import inputs
 from perf import quack_peer
 from perf.operands import Call, Operands
 from perf.peers import mxfp8, rowwise, tensorwise
 from perf.shapes import Shape
 
-#: Rows of a result that are compared with float64.
-SAMPLE = 256
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 EPILOGUES = ("none", "bias", "residual", *ACTIVATIONS)
 
@@ -54,7 +51,8 @@ def make_case(variant: str, m: int, n: int, k: int, epilogue: str, device: str) 
     """The case of the correctness tests, with scales as ``quantize_*`` makes them."""
     parts = epilogue.split("+")
     bf16 = torch.bfloat16
-    case = gemm_case(
+    return quantized_case(
+        variant,
         m,
         n,
         k,
@@ -63,42 +61,6 @@ def make_case(variant: str, m: int, n: int, k: int, epilogue: str, device: str) 
         residual=bf16 if "residual" in parts else None,
         activation=next((part for part in parts if part in ACTIVATIONS), None),
     )
-    if variant == "per_token":
-        return case
-    # Row-major scales for now: rows are still to be taken out of them.
-    x = inputs("gaussian", m, k, seed=0, dtype=torch.float32, device=device)
-    w = inputs("gaussian", n, k, seed=1, dtype=torch.float32, device=device)
-    (xq, sx), (wq, sw) = quantize_mxfp8(x), quantize_mxfp8(w / k**0.5)
-    return replace(case, xq=xq, sx=sx, wq=wq, sw=sw)
-
-
-def take(case: GemmCase, rows: Tensor | slice) -> GemmCase:
-    """The case of some of its tokens."""
-    residual = None if case.residual is None else case.residual[rows]
-    xq = case.xq.view(torch.uint8)[rows].view(case.xq.dtype)
-    return replace(case, xq=xq, sx=_take(case.sx, rows), residual=residual)
-
-
-def _take(scale: Tensor, rows: Tensor | slice) -> Tensor:
-    if scale.numel() == 1:
-        return scale
-    return scale.view(torch.uint8)[rows].view(scale.dtype) if _is_mx(scale) else scale[rows]
-
-
-def _is_mx(scale: Tensor) -> bool:
-    return scale.dtype is torch.float8_e8m0fnu
-
-
-def sample(m: int, device: str) -> Tensor | None:
-    """One random row of each of ``SAMPLE`` equal parts, and both ends; None where that is all."""
-    if m <= SAMPLE:
-        return None
-    generator = torch.Generator().manual_seed(m)
-    start = torch.arange(SAMPLE) * m // SAMPLE
-    size = torch.arange(1, SAMPLE + 1) * m // SAMPLE - start
-    rows = start + (torch.rand(SAMPLE, generator=generator) * size).long()
-    rows[0], rows[-1] = 0, m - 1
-    return rows.to(device)
 
 
 @dataclass(frozen=True)
@@ -144,7 +106,7 @@ class Weight:
 
     def _factor(self, scale: Tensor, one: Tensor, k: int) -> Tensor:
         """What makes values of codes in bf16, exactly."""
-        if not _is_mx(scale):
+        if not is_mx(scale):
             return one.to(torch.bfloat16)
         return scale.to(torch.bfloat16).repeat_interleave(MX_BLOCK, dim=1)
 
@@ -186,7 +148,7 @@ class Weight:
 
     def kernel_scale(self, sx: Tensor) -> Tensor:
         """The tokens' scales in the order that kernels read."""
-        return to_blocked(sx) if _is_mx(sx) else sx
+        return to_blocked(sx) if is_mx(sx) else sx
 
     def _operands(self, case: GemmCase) -> Operands:
         copies = max(self.copies, self.copies16)

@@ -15,6 +15,7 @@ import torch
 
 import cute_fp8
 from cute_fp8 import explain, settings
+from cute_fp8.choice import Choice
 from cute_fp8.gemm_case import gemm_case
 from cute_fp8.kernels.config import TileConfig
 from cute_fp8.kernels.tiles import TILES
@@ -124,13 +125,13 @@ def test_targets_and_tiles_of_the_kernel(capability: Any, backend: str, target: 
         assert found.route is not None
         assert found.route.target == target
         assert target in found.route.entry.targets or target == "sm_120f"
-        names = [tile.name for tile in TILES["per_token"]]
-        tile = str(found).rsplit("tile ", 1)[1]
-        assert tile in names
+        assert found.route.pick is not None
+        assert found.route.pick.config.tile in TILES["per_token"]
+        assert f"for {target}, config {found.route.pick.name}\n" in str(found)
         for pinned in TILES["per_token"]:
             with cute_fp8.use(config=pinned):
                 text = str(explain(m=m, n=64, k=64, capability=capability, backend=backend))
-            assert text.endswith(f"for {target}, tile {pinned.name}")
+            assert f"for {target}, config {pinned.name}\n          pinned; " in text
 
 
 def test_torch_routes_have_no_target() -> None:
@@ -147,8 +148,11 @@ def test_the_text_lists_every_refused_entry_with_a_reason(
     found = explain(
         m=16, n=72, k=64, variant=variant, capability=capability, device=CPU, backend=backend
     )
-    entries = [entry for entry in cute_fp8.dispatch_table().rows if entry.variant == variant]
+    rows = cute_fp8.dispatch_table().rows
+    entries = [entry for entry in rows if (entry.op, entry.variant) == ("gemm", variant)]
     head, *lines = str(found).splitlines()
+    if found.route is not None and found.route.selection is not None:
+        lines = lines[: -len(found.route.selection.lines())]
     where = "no CUDA GPU" if capability is None else "compute capability {}.{}".format(*capability)
     assert head == f"gemm {variant}, M=16 N=72 K=64, out torch.bfloat16, {where}"
     for entry, line in zip(entries, lines[:-1], strict=False):
@@ -220,11 +224,13 @@ def test_use_nests_and_leaves_what_is_not_named() -> None:
     small, large = TILES["per_token"][1], TILES["per_token"][0]
     with cute_fp8.use(backend="reference", config=small):
         with cute_fp8.use(config=large.name):
-            assert settings.current() == ("reference", large)
+            assert settings.current() == ("reference", Choice(large))
             with cute_fp8.use(backend="auto"):
-                assert settings.current() == ("auto", large)
-            assert settings.current() == ("reference", large)
-        assert settings.current() == ("reference", small)
+                assert settings.current() == ("auto", Choice(large))
+                with settings.unpinned():
+                    assert settings.current() == ("auto", None)
+            assert settings.current() == ("reference", Choice(large))
+        assert settings.current() == ("reference", Choice(small))
     assert settings.current() == before
 
 
@@ -239,8 +245,11 @@ def test_use_restores_after_an_exception() -> None:
     ("arguments", "message"),
     [
         ({"backend": "cuda"}, r"backend: got 'cuda', must be one of auto, cute, stand-in, torch, "),
-        ({"config": "9x9"}, r"config: got '9x9', must be a TileConfig or one of 128x128x128_s3_"),
-        ({"config": 7}, r"config: got 7, must be a TileConfig or one of 128x128x128_s3_w2x2, "),
+        (
+            {"config": "9x9"},
+            r"config: got '9x9', must be a TileConfig, a Choice or a name such as ",
+        ),
+        ({"config": 7}, r"config: got '7', must be a TileConfig, a Choice or a name such as 128x"),
         ({"config": TileConfig(128, 128, 32, 2, 2, 4)}, r"tile .*: k is 32, must be 64 or 128 "),
     ],
 )
@@ -256,8 +265,9 @@ def test_a_pinned_tile_has_to_suit_the_problem() -> None:
     problem = {"m": 1, "n": 64, "k": 64, "capability": (12, 0)}
     for stages, variant in ((4, "per_token"), (3, "mxfp8")):
         with cute_fp8.use(config=TileConfig(128, 128, 128, 2, 2, stages)):
-            with pytest.raises(ValueError, match=f"s{stages}_w2x2: {variant} needs 1[0-9]+ bytes"):
-                explain(**problem, variant=variant)
+            found = explain(**problem, variant=variant)
+            assert found.route is None and found.refusal is not None
+            assert f"s{stages}_w2x2: {variant} needs 1" in found.refusal
             assert explain(**{**problem, "capability": (10, 0)}).route is not None
 
 

@@ -1,0 +1,121 @@
+"""What can be chosen about a GEMM's kernel, and the names that people write it by.
+
+A :class:`Choice` is what ``use(config=...)`` pins and what autotuning keeps: a tile and how it is
+scheduled, for any epilogue. With a problem's epilogue and variant it becomes a :class:`Pick`, a
+kernel to compile and the number of splits that it is launched with.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
+
+_TILE = re.compile(r"(\d+)x(\d+)x(\d+)_s(\d+)_w(\d+)x(\d+)(_swap)?(_pingpong)?")
+_SPLIT = re.compile(r"split(\d+)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile and how it is scheduled.
+
+    Attributes:
+        splits: ranges that the k-tiles of each tile are cut into; 1 for none.
+        dynamic: tiles are handed out by the hardware (cluster launch control), sm_120 only.
+        pdl: programmatic dependent launch.
+    """
+
+    tile: TileConfig
+    splits: int = 1
+    dynamic: bool = False
+    pdl: bool = False
+
+    @property
+    def name(self) -> str:
+        """As :func:`parse` reads it, e.g. ``128x128x128_s3_w2x2/split4``."""
+        parts = [self.tile.name]
+        if self.splits > 1:
+            parts.append(f"split{self.splits}")
+        parts += [part for part in ("dynamic", "pdl") if getattr(self, part)]
+        return "/".join(parts)
+
+    def check(self) -> Choice:
+        """Return self, or raise ``ValueError`` naming the first rule that is broken."""
+        self.tile.check()
+        if self.splits < 1:
+            raise ValueError(f"config {self.name}: splits is {self.splits}, must be at least 1")
+        return self
+
+    def pick(self, epilogue: EpilogueConfig, variant: str) -> Pick:
+        """This choice for a variant and an epilogue.
+
+        Raises:
+            ValueError: no kernel can be that.
+        """
+        config = GemmConfig(
+            self.tile,
+            epilogue,
+            variant,
+            split_k=self.splits > 1,
+            dynamic=self.dynamic,
+            pdl=self.pdl,
+        )
+        return Pick(config.check(), self.splits)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A kernel, and how many splits it is launched with."""
+
+    config: GemmConfig
+    splits: int = 1
+
+    @property
+    def choice(self) -> Choice:
+        """It without its epilogue and variant."""
+        return Choice(self.config.tile, self.splits, self.config.dynamic, self.config.pdl)
+
+    @property
+    def name(self) -> str:
+        """The choice's."""
+        return self.choice.name
+
+
+def parse(name: str) -> Choice:
+    """The choice of that name.
+
+    Raises:
+        ValueError: it is no such name, or the tile breaks a rule.
+    """
+    tile_name, *parts = name.split("/")
+    match = _TILE.fullmatch(tile_name)
+    if match is not None:
+        m, n, k, stages, warps_m, warps_n = map(int, match.groups()[:6])
+        swap, pingpong = (group is not None for group in match.groups()[6:])
+        sizes = (m, n, k, warps_m, warps_n, stages)
+        if min(sizes) > 0:
+            splits = [int(found[1]) for part in parts if (found := _SPLIT.fullmatch(part))]
+            tile = TileConfig(*sizes, swap_ab=swap, pingpong=pingpong)
+            choice = Choice(tile, splits[0] if splits else 1, "dynamic" in parts, "pdl" in parts)
+            if choice.name == name:  # nothing twice, out of order or left over
+                return choice.check()
+    raise ValueError(
+        f"config: got {name!r}, must be a TileConfig, a Choice or a name such as "
+        "128x128x64_s6_w2x2, 16x64x128_s9_w1x2_swap or 128x128x128_s3_w2x2/split4"
+    )
+
+
+def choice_of(config: Choice | Pick | TileConfig | str) -> Choice:
+    """What ``use(config=...)`` was given, as a choice.
+
+    Raises:
+        ValueError: it is none, or breaks a rule.
+    """
+    if isinstance(config, Choice):
+        return config.check()
+    if isinstance(config, Pick):
+        return config.choice.check()
+    if isinstance(config, TileConfig):
+        return Choice(config).check()
+    return parse(str(config))

@@ -157,12 +157,12 @@ def _pinned(problem: GemmProblem, gpu: Gpu, choice: Choice) -> Ranked:
             f"config {choice.name}: got a GPU of compute capability "
             f"{gpu.capability[0]}.{gpu.capability[1]}, must be 12.x (cluster launch control)"
         )
-    k_tiles = -(-problem.k // choice.tile.k)
-    if choice.splits > k_tiles:
-        raise ValueError(
-            f"config {choice.name}: got {choice.splits} splits, must be at most {k_tiles}, the "
-            f"k-tiles of K = {problem.k}"
-        )
     pick = choice.pick(epilogue_of(problem), problem.variant)
+    most = pick.config.max_splits(problem.m, problem.n, problem.k)
+    if choice.splits > most:
+        raise ValueError(
+            f"config {choice.name}: got {choice.splits} splits, must be at most {most} for "
+            f"M, N, K = {problem.m}, {problem.n}, {problem.k}"
+        )
     prediction = TileCosts(pick.config, gpu).predict(problem.m, problem.n, problem.k, choice.splits)
     return Ranked(pick, prediction)

@@ -13,6 +13,7 @@ from cuda.bindings import runtime
 from torch import Tensor
 
 from cute_fp8.capture import is_capturing
+from cute_fp8.kernels.config import WORKSPACE_COUNTERS
 
 #: Freshly made workspaces are at least this large (4 MB), so that few calls make a larger one.
 _LEAST_WORDS = 1 << 20
@@ -44,7 +45,9 @@ def _at_least(store: dict[Key, Tensor], key: Key, device: torch.device, words: i
     found = store.get(key)
     if found is None or found.numel() < words:
         size = max(words, _LEAST_WORDS)
-        found = store[key] = torch.zeros(size, dtype=torch.int32, device=device)
+        found = torch.empty(size, dtype=torch.int32, device=device)
+        found[:WORKSPACE_COUNTERS].zero_()
+        store[key] = found
     return found
 
 

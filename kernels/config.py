@@ -30,8 +30,9 @@ MAX_MMA_WARPS = 8
 REGISTER_GROUP, PRODUCER_REGISTERS, MMA_REGISTERS = 4, 40, 232
 #: One 64-bit mbarrier.
 MBARRIER_BYTES = 8
-#: Split-K's parts begin on a multiple of this many words: 128 bytes.
-WORKSPACE_ALIGNMENT = 32
+#: Split-K counts arrivals per output tile and warp. The counters have the first words of every
+#: workspace to themselves: they are 0 between launches, the parts of tiles after them are not.
+WORKSPACE_COUNTERS = 1 << 15
 #: What cluster launch control writes: 16 bytes.
 CLC_ANSWER_BYTES = 16
 #: A 128-byte swizzle repeats every 8 rows: each operand's stages start on a multiple of this.
@@ -264,9 +265,13 @@ class GemmConfig:
         """K-tiles that stay together: where they share a block of scales, 128 of K."""
         return SCALE_BLOCK_K // self.tile.k if self.block_scaled else 1
 
-    def max_splits(self, k: int) -> int:
-        """Into how many parts K can be split."""
-        return -(-k // (self.tile.k * self.k_granule))
+    def max_splits(self, m: int, n: int, k: int) -> int:
+        """Into how many parts the K of a problem can be split; 1 if there are too many tiles."""
+        tile = self.tile
+        tiles = -(-m // tile.m) * -(-n // tile.n)
+        if tiles * tile.group_warps > WORKSPACE_COUNTERS:
+            return 1
+        return -(-k // (tile.k * self.k_granule))
 
     @property
     def stages(self) -> int:
@@ -312,6 +317,12 @@ class GemmConfig:
                 f"tile {tile.name}: a warp has {out_columns} output columns, must be a multiple of "
                 f"{MX_BLOCK} for MXFP8 output"
             )
+        if self.split_k and self.block_scaled and tile.warp_m * tile.warp_n == MAX_WARP_TILE:
+            # Scales and their addresses leave too few registers for what split-K keeps.
+            raise ValueError(
+                f"tile {tile.name}: split-K of MXFP8 must have warp tiles of less than "
+                f"{MAX_WARP_TILE} outputs (registers)"
+            )
         if self.dynamic and (tile.pingpong or self.split_k):
             raise ValueError(
                 f"tile {tile.name}: a dynamic schedule must be cooperative, without split-K"
@@ -337,8 +348,7 @@ def workspace_words(config: GemmConfig, m: int, n: int, splits: int) -> int:
     """32-bit words of workspace that a split-K launch needs: counters, then parts of tiles."""
     tile = config.tile
     tiles = -(-m // tile.m) * -(-n // tile.n)
-    counters = -(-tiles * tile.group_warps // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    return counters + tiles * splits * tile.m * tile.n
+    return WORKSPACE_COUNTERS + tiles * splits * tile.m * tile.n
 
 
 @dataclass(frozen=True)

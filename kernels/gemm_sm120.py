@@ -60,6 +60,7 @@ from .epilogue import DTYPES, Epilogue, EpilogueOperands
 from .mainloop import Mainloop
 from .mma import Instruction
 from .mx_output import clear_padding
+from .registers import kept
 from .ring import Loads, Ring, advance, make_ring, skip
 from .scheduler import Scheduler, Work
 from .smem import tma_load, tma_load_atom
@@ -271,15 +272,40 @@ class GemmSm120:
                     cute.arch.mbarrier_arrive(ring.turn + (group ^ 1))
                 turn_phase = turn_phase ^ 1
                 stage, phase = self.skip_unit(stage, phase, unit + self.scheduler.step(), work)
+            done = unit
             unit = self.next_unit(unit, ring, answer_phase, tile.groups)
             answer_phase = answer_phase ^ 1
-            # Always true. A branch keeps the epilogue's loads and address arithmetic out of the
-            # last k-tile, where every register is taken.
-            complete = row < m
-            if cutlass.const_expr(config.split_k):
-                complete = self.split_k.add_up(fragments.acc, workspace, part, work, warp, lane)
-            if complete:
-                self.epilogue(fragments.acc, operands, m, n, row + warp_m, column + warp_n, lane)
+            # Always true. A branch keeps what follows, and its address arithmetic, out of the last
+            # k-tile, where every register is taken.
+            if row < m:
+                self.finish(fragments.acc, operands, workspace, work, done, m, n, warp, lane)
+
+    @cute.jit
+    def finish(
+        self,
+        acc: cute.Tensor,
+        operands: EpilogueOperands,
+        workspace: cute.Tensor | None,
+        work: Work,
+        unit: Int32,
+        m: Int32,
+        n: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """What an MMA warp does with a unit's sums: the epilogue, after split-K's addition."""
+        tile = self.tile
+        # Worked out again, not kept: the main loop needs the registers.
+        part = self.scheduler.tile(kept(unit), work)
+        row = part.row * tile.m + warp // tile.warps_n * tile.warp_m
+        column = part.column * tile.n + warp % tile.warps_n * tile.warp_n
+        complete = cutlass.Boolean(True)
+        if cutlass.const_expr(self.config.split_k):
+            complete = self.split_k.leave(acc, workspace, part, work, warp, lane)
+        if complete:
+            if cutlass.const_expr(self.config.split_k):
+                self.split_k.add_up(acc, workspace, part, work, warp, lane)
+            self.epilogue(acc, operands, m, n, row, column, lane)
 
     @cute.jit
     def by_side(self, tokens: Any, channels: Any):

@@ -25,12 +25,12 @@ from .mma import (
     UNIT_SCALES,
     Instruction,
     Selected,
-    kept,
     mma_m16n8k32,
     scales_a,
     scales_b,
     unit_scales,
 )
+from .registers import kept
 from .ring import Ring, advance
 from .scheduler import Work, WorkTile
 from .smem import fragment_address, load_fragments

@@ -139,11 +139,6 @@ def mma_m16n8k32(
                 c[2 * half + e] = c[2 * half + e] + scaled.to(Float32)
 
 
-def kept(value: int) -> Int32:
-    """A constant in a register that stays: the compiler would load it anew in every loop."""
-    return Int32(cute.arch.prmt(Int32(value), Int32(0), Int32(0x3210)))
-
-
 @dsl_user_op
 def _emit(
     instruction: Instruction,

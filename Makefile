@@ -50,10 +50,10 @@ archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in 
 
 # Evidence for ARCHS.md: run it, and then `make archs`, when a kernel has changed.
 inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was found
-	for arch in $(STATIC); do \
-		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/static/$$arch.new || exit 1; \
+	for arch in $(STATIC); do mkdir -p perf/results/$$arch; \
+		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/$$arch/static.new || exit 1; \
 	done
-	for arch in $(STATIC); do mv perf/results/static/$$arch.new perf/results/static/$$arch.json; done
+	for arch in $(STATIC); do mv perf/results/$$arch/static.new perf/results/$$arch/static.json; done
 
 # Into perf/results/<gpu>/, under the names of the sets and the date; two minutes on an H200.
 sweep: $(STAMP) ## time GEMMs beside their peers on this GPU, draw them; host times too

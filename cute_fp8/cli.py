@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compile_.add_argument("--ops", help="a glob over kernel names")
     compile_.add_argument(
-        "--json", action="store_true", help="the data, in the form of perf/results/static"
+        "--json", action="store_true", help="the data, as in perf/results/sm_120a"
     )
     compile_.set_defaults(run=_compile)
 

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatch
 from importlib import import_module
 from typing import Any
@@ -22,11 +22,13 @@ from cute_fp8 import cache, workers
 from cute_fp8.cache_key import Key, key_of
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import (
+    MX_OUT,
     OUT_DTYPES,
     Config,
     EpilogueConfig,
     GemmConfig,
     RelayoutConfig,
+    TileConfig,
 )
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.progress import watched
@@ -52,12 +54,18 @@ EPILOGUES = (
     EpilogueConfig(bias="bfloat16", residual="bfloat16"),
     EpilogueConfig(bias="bfloat16", activation="gelu"),
     EpilogueConfig(activation="silu"),
+    EpilogueConfig(activation="silu", gated=True),
+)
+#: And for MXFP8 inputs those with MXFP8 output.
+MX_EPILOGUES = (
+    EpilogueConfig(MX_OUT),
+    EpilogueConfig(MX_OUT, activation="silu", gated=True),
 )
 
 
 def shipped_configs(ops: str | None = None) -> list[Config]:
     """The configurations that ``compile`` builds: every tile with every epilogue of
-    :data:`EPILOGUES`.
+    :data:`EPILOGUES`, and with split-K and the plain one.
 
     Args:
         ops: a glob over their names, e.g. ``gemm_per_token-128x128*``; None for all.
@@ -66,16 +74,34 @@ def shipped_configs(ops: str | None = None) -> list[Config]:
         ValueError: nothing matches.
     """
     configs: list[Config] = [
-        GemmConfig(tile, epilogue, variant)
+        config
         for variant, tiles in TILES.items()
         for tile in tiles
-        for epilogue in EPILOGUES
+        for config in _of(tile, variant)
     ]
     configs.append(RelayoutConfig())
+    return matching(configs, ops)
+
+
+def matching(configs: list[Config], ops: str | None) -> list[Config]:
+    """Those whose names match the glob ``ops``; None for all.
+
+    Raises:
+        ValueError: nothing matches.
+    """
     chosen = [config for config in configs if ops is None or fnmatch(config.name, ops)]
     if not chosen:
         raise ValueError(f"ops: got {ops!r}, must match a kernel name such as {configs[0].name}")
     return chosen
+
+
+def _of(tile: TileConfig, variant: str) -> Iterator[GemmConfig]:
+    """What is shipped of a tile, as far as it can be built."""
+    epilogues = EPILOGUES + (MX_EPILOGUES if variant == "mxfp8" else ())
+    configs = [GemmConfig(tile, epilogue, variant) for epilogue in epilogues]
+    for config in (*configs, GemmConfig(tile, EpilogueConfig(), variant, split_k=True)):
+        with suppress(ValueError):
+            yield config.check()
 
 
 def get(config: Config, target: str, device: torch.device | None = None) -> Kernel:

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_fp8 import compiler, workers
-from cute_fp8.kernels.config import SMEM_LIMIT_SM120, Config
+from cute_fp8.kernels.config import (
+    MAX_WARP_TILE,
+    SMEM_LIMIT_SM120,
+    Config,
+    EpilogueConfig,
+    GemmConfig,
+)
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sass import Code, read_cubin
 from cute_fp8.targets import check_target
 
@@ -44,6 +51,22 @@ class Inspection:
         loop = self.code.loop_mma
         data["code"]["others_per_mma"] = round(self.code.others_per_mma, 4) if loop else None
         return data
+
+
+#: The most other instructions for each MMA that a main loop of 64x64 warp tiles may have, by
+#: K-tile; MXFP8 has scales to read beside.
+MOST_OTHERS, MOST_OTHERS_FOR_SCALES = {128: 0.50, 64: 0.62}, 0.10
+
+
+def loop_failures(code: Code, config: Config) -> tuple[str, ...]:
+    """What a GEMM's main loop does beside MMAs, if that is more than it may be."""
+    if not isinstance(config, GemmConfig) or not code.loop_mma:
+        return ()
+    tile = config.tile
+    most = MOST_OTHERS[tile.k] + (MOST_OTHERS_FOR_SCALES if config.block_scaled else 0)
+    if tile.warp_m * tile.warp_n < MAX_WARP_TILE or code.others_per_mma <= most:
+        return ()
+    return (f"{code.others_per_mma:.2f} other instructions per MMA, at most {most:.2f}",)
 
 
 def gate_failures(
@@ -91,6 +114,7 @@ def inspect_kernel(config: Config, target: str) -> Inspection:
             raise RuntimeError(f"inspect: got {len(cubins)} cubins of {config.name}, must be 1")
         code = read_cubin(cubins[0])
     smem = config.smem_bytes
+    loops = loop_failures(code, config) if target.startswith("sm_12") else ()
     return Inspection(
         config.name,
         target,
@@ -98,7 +122,7 @@ def inspect_kernel(config: Config, target: str) -> Inspection:
         smem,
         seconds,
         code,
-        gate_failures(code, smem, target, config.multiplies),
+        gate_failures(code, smem, target, config.multiplies) + loops,
     )
 
 
@@ -106,8 +130,20 @@ def inspect_kernels(targets: list[str], ops: str | None = None) -> Iterator[Insp
     """Inspect the shipped kernels that match ``ops``, in several processes; results in order."""
     for target in targets:
         check_target(target)
-    configs = compiler.shipped_configs(ops)
+    configs = inspected_configs(ops)
     return workers.run(_inspect, [(config, target) for target in targets for config in configs])
+
+
+def inspected_configs(ops: str | None = None) -> list[Config]:
+    """What is shipped, and what is built on request only: a dynamic schedule, dependent launch.
+
+    Raises:
+        ValueError: nothing matches ``ops``.
+    """
+    plain = EpilogueConfig()
+    options = ({"dynamic": True}, {"pdl": True})
+    on_request = [GemmConfig(TILES[v][0], plain, v, **how) for v in TILES for how in options]
+    return compiler.matching([*compiler.shipped_configs(), *on_request], ops)
 
 
 def _inspect(kernel: tuple[Config, str]) -> Inspection:

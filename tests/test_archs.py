@@ -68,7 +68,7 @@ def hopper(**changes: Any) -> Evidence:
 def inspection(*failures: str, target: str = "sm_120a", kernel: str = "gemm_per_token-a") -> Any:
     """One kernel of machine code."""
     found = [{"kernel": kernel, "target": target, "failures": list(failures)}]
-    return Evidence(f"static/{target}.json", {"kind": "inspection", "inspections": found})
+    return Evidence(f"{target}/static.json", {"kind": "inspection", "inspections": found})
 
 
 def look(capability: Any, *evidence: Evidence, row: Row = ROW) -> str:
@@ -95,7 +95,7 @@ def test_every_cell_says_one_of_four_things() -> None:
 
 @pytest.mark.parametrize("target", ["sm_120a", "sm_121a"])
 def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
-    file = archs.RESULTS / "static" / f"{target}.json"
+    file = archs.RESULTS / target / "static.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     found = {i["kernel"] for i in data["inspections"] if i["target"] == target}
     shipped = {config.name for config in compiler.shipped_configs()}

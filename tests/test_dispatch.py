@@ -26,6 +26,7 @@ CAPABILITIES = (
     None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (12, 9)
 )  # fmt: skip
 ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
+TWICE = "activation, gate or residual would be rounded twice"
 CPU = torch.device("cpu")
 
 
@@ -46,7 +47,7 @@ def epilogues(variant: str) -> Iterator[dict[str, Any]]:
 def route_by_design(capability: Any, variant: str, n: int, epilogue: dict[str, Any]) -> str:
     """The table of the design, in words of its own."""
     major, minor = capability or (0, 0)
-    if variant == "mxfp8" and (major != 12 or epilogue["out_dtype"] is E4M3):
+    if variant == "mxfp8" and major != 12:
         return "torch:mxfp8" if major in (10, 12) and n % 16 == 0 else "reference:gemm"
     if major == 12:
         return "cute:gemm_sm120"
@@ -175,8 +176,8 @@ def test_the_text_lists_every_refused_entry_with_a_reason(
         ({"capability": None}, "rowwise: no CUDA GPU, must be of compute capability 8.9, 9.0"),
         ({"out_dtype": FP16}, "torch:rowwise: output is torch.float16, row-wise gives bf16 only"),
         ({"bias": FP32}, "torch:rowwise: bias is torch.float32, row-wise takes bf16 only"),
-        ({"residual": BF16}, "torch:rowwise: activation or residual would be rounded twice"),
-        ({"activation": "relu"}, "torch:rowwise: activation or residual would be rounded twice"),
+        ({"residual": BF16}, f"torch:rowwise: {TWICE}"),
+        ({"activation": "relu"}, f"torch:rowwise: {TWICE}"),
         ({"n": 72}, "torch:tensorwise: N = 72 is no multiple of 16"),
         ({"variant": "mxfp8", "n": 72}, "torch:mxfp8: N = 72 is no multiple of 16"),
         ({"backend": "reference"}, "torch:rowwise: backend 'reference' was asked for"),
@@ -192,7 +193,7 @@ def test_reasons(options: dict[str, Any], reason: str | None, monkeypatch: Any) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"op": "conv"}, "op: got 'conv', must be one of gemm"),
+        ({"op": "conv"}, "op: got 'conv', must be one of gemm, gemm_gated"),
         ({"variant": "int8"}, "variant: got 'int8', must be one of per_token, mxfp8"),
         (
             {"backend": "cuda"},

@@ -15,12 +15,15 @@ from torch import Tensor
 
 import cute_fp8
 from cute_fp8 import cute_backend, freeze_scales, from_blocked, frozen, to_blocked
+from cute_fp8.choice import Choice
 from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.dispatch import TABLE, Route
 from cute_fp8.gemm_case import GemmCase, mxfp8_case
+from cute_fp8.gpus import named
 from cute_fp8.kernels.config import RelayoutConfig
+from cute_fp8.kernels.tiles import TILES
 from cute_fp8.problem import Operands, check_gemm
-from cute_fp8.selection import pick_config
+from cute_fp8.selection import select_config
 
 M, N, K = 45, 136, 96
 Run = Callable[[GemmCase], Tensor]
@@ -66,7 +69,9 @@ def run(launches: Launches) -> Run:
     def run(case: GemmCase) -> Tensor:
         operands = Operands(case.xq, case.sx, case.wq, case.sw)
         problem = check_gemm(operands, None, torch.float32, False)
-        route = Route(entry, "sm_120a", pick_config(problem))
+        choice = Choice(TILES["mxfp8"][0])
+        selection = select_config(problem, named("RTX 5090"), choice)
+        route = Route(entry, "sm_120a", selection)
         return CuteGemm(problem, route).launcher()(*operands)
 
     return run

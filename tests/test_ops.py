@@ -82,7 +82,7 @@ def test_opcheck(variant: Callable[..., Operands], options: str) -> None:
         "residual": (None, residual, None),
         "everything": (bias, residual, "silu"),
     }[options]
-    arguments = (*as_bytes(variant()), *extras)
+    arguments = (*as_bytes(variant()), *extras, False)
     torch.library.opcheck(torch.ops.cute_fp8.gemm, (*arguments, BF16, False))
     out = torch.empty((M, N), dtype=BF16)
     torch.library.opcheck(torch.ops.cute_fp8.gemm_out, (*arguments, False, out))
@@ -93,7 +93,7 @@ def test_opcheck(variant: Callable[..., Operands], options: str) -> None:
 def test_the_ops_equal_the_function() -> None:
     bias, residual = bias_and_residual()
     for operands in (per_token(), mxfp8(), mxfp8(blocked=True)):
-        arguments = (*as_bytes(operands), bias, residual, "gelu")
+        arguments = (*as_bytes(operands), bias, residual, "gelu", False)
         options = {"residual": residual, "activation": "gelu"}
         expected = cute_fp8.gemm(*operands, bias, **options, out_dtype=FP32)
         assert same(torch.ops.cute_fp8.gemm(*arguments, FP32, False), expected)

@@ -202,7 +202,7 @@ MX_VALUES = [
     ("xq-k-80", lambda a: a["xq"][:, :80], "xq: got K = 80, must be a positive multiple of 32"),
     ("wq-n-60", lambda a: a["wq"][:60], "wq: got N = 60, must be a positive multiple of 8"),
     ("wq-n-40-to-e4m3", lambda a: {"wq": a["wq"][:40], "out_dtype": E4M3},
-     "wq: got N = 40, must be a multiple of 32 for MXFP8 output"),
+     "wq: got 40 output columns, must be a multiple of 32 for MXFP8 output"),
     ("out-with-e4m3", lambda a: {"out_dtype": E4M3, "out": zeros(M, N, dtype=E4M3)},
      "out: got a tensor with out_dtype torch.float8_e4m3fn, must be None"),
     ("sx-short", lambda a: a["sx"][:5], f"sx: got shape (5, 3), must be (6, 3) {BLOCKS}"),

@@ -56,5 +56,6 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 
 def split_gate_up(y: Tensor) -> tuple[Tensor, Tensor]:
     """The gate and up columns ``[M, N/2]`` of interleaved ones ``[M, N]``."""
-    gate, up = y.reshape(*y.shape[:-1], -1, 2, GATE_BLOCK).unbind(-2)
+    blocks = y.shape[-1] // (2 * GATE_BLOCK)
+    gate, up = y.reshape(*y.shape[:-1], blocks, 2, GATE_BLOCK).unbind(-2)
     return gate.flatten(-2), up.flatten(-2)

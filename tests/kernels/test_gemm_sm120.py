@@ -11,7 +11,7 @@ import torch
 import cute_fp8
 from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case
 from cute_fp8.kernels.config import ACTIVATIONS
-from cute_fp8.kernels.tiles import TILES
+from cute_fp8.kernels.tiles import TILES, TILE_64x64
 from cute_fp8.testing import KINDS
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_every_epilogue(backend, out_dtype, bias, residual, activation):
         if out_dtype is FP32:
             pytest.skip("the same combination as residual=torch.float32")
     options = {"out_dtype": out_dtype, "bias": bias, "residual": residual, "activation": activation}
-    with cute_fp8.use(config=TILES["per_token"][1]):
+    with cute_fp8.use(config=TILE_64x64):
         case = gemm_case(45, 136, 208, seed=5, **options)
         case.check(case.run_guarded())
 

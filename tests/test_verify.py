@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from cute_fp8 import cli, verify
+from cute_fp8 import cli, compiler, verify
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
-from cute_fp8.kernels.launch import describe
-from cute_fp8.kernels.tiles import TILES
-from cute_fp8.verify import build_ptx, check_ptx, problem_of, verify_kernel
+from cute_fp8.kernels.tiles import TILE_64x64
+from cute_fp8.verify import build_ptx, check_ptx, launch_of, verify_kernel
 
 #: Two stages: the same code as any number of them, checked in seconds.
 QUICK = GemmConfig(TileConfig(32, 64, 128, 2, 2, stages=2), EpilogueConfig())
 QUICK_MX = GemmConfig(QUICK.tile, QUICK.epilogue, "mxfp8")
+PINGPONG = GemmConfig(TileConfig(32, 32, 128, 1, 1, stages=2, pingpong=True), EpilogueConfig())
+SWAPPED = GemmConfig(TileConfig(8, 64, 128, 1, 2, stages=2, swap_ab=True), EpilogueConfig())
+#: A wait for a phase of a barrier, in PTX.
+WAIT = re.compile(r"\t\{\n\t?\.reg \.pred done;.*?\n\t?\}\n", re.DOTALL)
 BOTH = pytest.mark.parametrize("config", [QUICK, QUICK_MX], ids=lambda config: config.variant)
 
 
@@ -27,17 +31,47 @@ def ptx() -> dict[str, str]:
 
 
 def check(config: GemmConfig, text: str) -> tuple[str, str]:
-    return check_ptx(text, describe(config, *problem_of(config), max_ctas=1))
+    return check_ptx(text, launch_of(config))
 
 
 @pytest.mark.parametrize(
     "config",
-    [GemmConfig(tile, EpilogueConfig(), variant) for variant, t in TILES.items() for tile in t],
+    [
+        PINGPONG,
+        replace(PINGPONG, variant="mxfp8"),
+        replace(PINGPONG, split_k=True),
+        SWAPPED,
+        replace(SWAPPED, variant="mxfp8", split_k=True),
+        replace(QUICK_MX, tile=replace(QUICK.tile, k=64)),
+        replace(QUICK_MX, tile=replace(QUICK.tile, k=64), split_k=True),
+        GemmConfig(TILE_64x64, EpilogueConfig()),
+    ],
     ids=lambda config: config.name,
 )
-def test_every_shipped_tile_is_proved(config: GemmConfig) -> None:
+def test_kernels_of_every_kind_are_proved(config: GemmConfig) -> None:
+    """With few stages, but for one; `cute_fp8 verify` checks all that is shipped."""
     proof = verify_kernel(config, "sm_120a")
     assert proof.proved, proof
+
+
+def test_what_is_checked_is_all_that_is_shipped_but_for_epilogues() -> None:
+    checked = verify.verified_configs()
+    for config in compiler.shipped_configs():
+        if isinstance(config, GemmConfig):
+            config = replace(config, epilogue=EpilogueConfig())
+        assert config in checked
+
+
+def test_ping_pong_without_turns_is_reported() -> None:
+    """A group that does not wait takes an older round of a stage for its own."""
+    text = build_ptx(PINGPONG, "sm_120a")
+    waits = list(WAIT.finditer(text))
+    results = []
+    for wait in waits:
+        broken = text[: wait.start()] + text[wait.end() :]
+        results.append(check_ptx(broken, launch_of(PINGPONG))[0])
+    assert len(waits) == 4, "empty; turn; a stage's first and later ones"
+    assert "race_free" not in results, results
 
 
 @BOTH
@@ -62,9 +96,7 @@ def test_a_release_without_its_warp_sync_is_reported(
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_missing_wait_is_reported(config: GemmConfig, which: int, ptx: dict[str, str]) -> None:
     """The producer's wait for an empty stage; the MMA warps' first, and their later ones."""
-    waits = list(
-        re.finditer(r"\t\{\n\t\.reg \.pred       P1;.*?\n\t\}\n", ptx[config.variant], re.DOTALL)
-    )
+    waits = list(WAIT.finditer(ptx[config.variant]))
     assert len(waits) == 3
     begin, end = waits[which].span()
     result, details = check(config, ptx[config.variant][:begin] + ptx[config.variant][end:])
@@ -98,23 +130,23 @@ def test_what_cannot_be_checked_is_no_proof() -> None:
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    results = {"float16": "race_free", "float32": "unsupported", "bfloat16-silu": "race"}
-
     def fake(config: GemmConfig, target: str) -> verify.Proof:
-        return verify.Proof(config.name, target, results[config.epilogue.name], 1.0, "why")
+        result = "race" if config.variant == "mxfp8" else "race_free"
+        result = "unsupported" if config.split_k else result
+        return verify.Proof(config.name, target, result, 1.0, "why")
 
     monkeypatch.setattr(verify, "verify_kernel", fake)
     command = ["verify", "--arch", "sm_120a", "--json", "--ops"]
-    assert cli.main([*command, "gemm_per_token-32x64*-float*"]) == 0
+    assert cli.main([*command, "gemm_per_token-64x64x128_s6_w2x2-*"]) == 0
     captured = capsys.readouterr()
     assert [proof["result"] for proof in json.loads(captured.out)] == ["race_free", "unsupported"]
-    unproved = "not proved: sm_120a gemm_per_token-32x64x128_s8_w2x2-float32: unsupported, why"
-    assert unproved in captured.err.splitlines()
-    assert cli.main([*command, "gemm_per_token-32x64*-bfloat16-silu"]) == 1
+    name = "gemm_per_token-64x64x128_s6_w2x2-bfloat16-split"
+    assert f"not proved: sm_120a {name}: unsupported, why" in captured.err.splitlines()
+    assert cli.main([*command, "gemm_mxfp8-64x64x128_*"]) == 1
 
 
 def test_missing_tool_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify.sysconfig, "get_path", lambda name: "/nowhere")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match=r"^sentryward: got nothing on PATH, must be installed"):
-        check_ptx(".entry k(\n.param .u32 k_param_0\n)", describe(QUICK, 1, 8, 16, 1))
+        check_ptx(".entry k(\n.param .u32 k_param_0\n)", launch_of(QUICK))

@@ -16,19 +16,20 @@ from collections.abc import Iterator
 import torch
 
 import cute_fp8
-from cute_fp8 import cute_backend
+from cute_fp8 import compiler, cute_backend
+from cute_fp8.choice import Choice
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
-from cute_fp8.kernels.config import TileConfig
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.tiles import TILES
 
 
-def cases(variant: str, tile: TileConfig) -> Iterator[GemmCase]:
-    """Tails everywhere, several output tiles per CTA, every stage used again."""
+def cases(variant: str, tile: TileConfig) -> Iterator[tuple[Choice, GemmCase]]:
+    """Tails everywhere, several output tiles per CTA, every stage used again; K in two parts."""
     make = exact_case if variant == "per_token" else mxfp8_case
     m, n, k = 2 * tile.m + 1, 2 * tile.n + 8, (tile.stages + 1) * tile.k + 32
-    yield make(m, n, k, bias=torch.float32, residual=torch.float32)
-    if variant == "mxfp8":
-        yield mxfp8_case(tile.m + 1, tile.n + 8, 160, blocked=False)
+    yield Choice(tile), make(m, n, k, bias=torch.float32, residual=torch.float32)
+    if GemmConfig(tile, EpilogueConfig(), variant, split_k=True) in compiler.shipped_configs():
+        yield Choice(tile, 2), make(m, n, k)
 
 
 def main() -> int:
@@ -39,14 +40,22 @@ def main() -> int:
     wrong = 0
     for variant, tiles in TILES.items():
         for tile in tiles:
-            for case in cases(variant, tile):
-                with cute_fp8.use(backend=backend, config=tile):
-                    y = case.run()
-                differ = int((y.double() != case.exact()[0]).sum())
-                shape = f"{case.m}x{case.n}x{case.k}"
-                print(f"{backend} {variant} {tile.name} {shape}: {differ} differ", flush=True)
-                wrong += differ
+            for choice, case in cases(variant, tile):
+                with cute_fp8.use(backend=backend, config=choice):
+                    wrong += differing(case, f"{backend} {variant} {choice.name}")
+    with cute_fp8.use(backend=backend, config=TILES["mxfp8"][0]):
+        wrong += differing(mxfp8_case(129, 136, 160, blocked=False), "row-major scales")
+        case = mxfp8_case(129, 192, 160)
+        cute_fp8.gemm(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
+        cute_fp8.gemm_gated(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
     return int(wrong > 0)
+
+
+def differing(case: GemmCase, what: str) -> int:
+    """How many elements of a result are wrong."""
+    differ = int((case.run().double() != case.exact()[0]).sum())
+    print(f"{what} {case.m}x{case.n}x{case.k}: {differ} differ", flush=True)
+    return differ
 
 
 if __name__ == "__main__":

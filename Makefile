@@ -7,6 +7,8 @@ OLD_ENOUGH = import sys; sys.exit(sys.version_info < (3, 10))
 
 BIN := .venv/bin
 STATIC := sm_120a sm_121a
+# Where the producers' kernels are native, and GEMMs are not inspected.
+ROWS := sm_89 sm_90a sm_100a
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -53,7 +55,11 @@ inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was 
 	for arch in $(STATIC); do mkdir -p perf/results/$$arch; \
 		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/$$arch/static.new || exit 1; \
 	done
-	for arch in $(STATIC); do mv perf/results/$$arch/static.new perf/results/$$arch/static.json; done
+	for arch in $(ROWS); do mkdir -p perf/results/$$arch; \
+		$(BIN)/python -m cute_fp8 compile --arch $$arch --ops 'row_quantize-*' --json \
+			> perf/results/$$arch/static.new || exit 1; \
+	done
+	for arch in $(STATIC) $(ROWS); do mv perf/results/$$arch/static.new perf/results/$$arch/static.json; done
 
 # Into perf/results/<gpu>/, under the names of the sets and the date; two minutes on an H200.
 sweep: $(STAMP) ## time GEMMs beside their peers on this GPU, draw them; host times too

@@ -7,6 +7,7 @@ use.
 from __future__ import annotations
 
 from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
+from cute_fp8 import row_ops as _row_ops  # noqa: F401
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.compiler import compile
@@ -19,8 +20,16 @@ from cute_fp8.numerics import (
     dequantize_fp8,
     dequantize_mxfp8,
     quantize_fp8,
+)
+from cute_fp8.producers import (
+    attention_out_quantize,
+    gelu_mul_quantize,
+    gelu_tanh_mul_quantize,
+    layernorm_quantize,
     quantize_fp8_activations,
     quantize_mxfp8,
+    rmsnorm_quantize,
+    silu_mul_quantize,
 )
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
@@ -31,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FP8_MAX",
     "Verdict",
+    "attention_out_quantize",
     "autotune",
     "compile",
     "dequantize_fp8",
@@ -41,14 +51,19 @@ __all__ = [
     "fp8_w8a8_linear",
     "freeze_scales",
     "from_blocked",
+    "gelu_mul_quantize",
+    "gelu_tanh_mul_quantize",
     "gemm",
     "gemm_gated",
     "interleave_gate_up",
+    "layernorm_quantize",
     "mxfp8_linear",
     "near_lossless",
     "quantize_fp8",
     "quantize_fp8_activations",
     "quantize_mxfp8",
+    "rmsnorm_quantize",
+    "silu_mul_quantize",
     "smoothquant_factors",
     "to_blocked",
     "use",

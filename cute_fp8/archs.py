@@ -66,8 +66,8 @@ one of these words per cell:
   replaced, and tested on a Hopper GPU: loads, barriers, `ldmatrix`, schedule, epilogue. Not shown
   by it: the block-scaled instruction's numerics, and any speed.
 * **compiled and inspected**: machine code for that target, read by `python -m cute_fp8 compile`:
-  only the block-scaled MMA, TMA loads, no spills, no local memory, no stack, shared memory within
-  101,376 bytes.
+  of a GEMM only the block-scaled MMA, and TMA loads; no spills, no local memory, no stack, shared
+  memory within the target's limit (101,376 bytes on sm_120 and sm_89).
 * **falls back to**: another implementation serves the GPU.
 
 {matrix}
@@ -137,7 +137,10 @@ class Row:
     kernel: str | None
 
     def __str__(self) -> str:
-        label = f"{self.op}, {VARIANTS.get(self.variant, self.variant)}"
+        variant = VARIANTS.get(self.variant, self.variant)
+        if self.variant == "per_token" and not self.op.startswith("gemm"):
+            variant = "per token"
+        label = f"{self.op}, {variant}"
         return label if self.kernel is None else f"{label}: `{self.kernel}`"
 
 
@@ -238,7 +241,7 @@ def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bo
         for inspection in evidence.get("inspections", list)
         if inspection["target"] == target and inspection["kernel"].startswith(prefixes)
     }
-    shipped = [c for c in shipped_configs() if c.module == entry.kernel]
+    shipped = [c for c in shipped_configs(target=target) if c.module == entry.kernel]
     wanted = {c.name for c in shipped if c.name.startswith(prefixes)}
     return bool(found) and all(found.values()) and wanted <= found.keys()
 

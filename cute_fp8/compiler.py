@@ -30,9 +30,16 @@ from cute_fp8.kernels.config import (
     RelayoutConfig,
     TileConfig,
 )
+from cute_fp8.kernels.row_config import RowConfig, shipped_rows
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.progress import watched
-from cute_fp8.targets import capability_of_device, check_target, target_of
+from cute_fp8.targets import (
+    ROWS_ONLY,
+    capability_of_device,
+    capability_of_target,
+    check_target,
+    target_of,
+)
 
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
 Kernel = Callable[..., None]
@@ -63,12 +70,13 @@ MX_EPILOGUES = (
 )
 
 
-def shipped_configs(ops: str | None = None) -> list[Config]:
+def shipped_configs(ops: str | None = None, target: str | None = None) -> list[Config]:
     """The configurations that ``compile`` builds: every tile with every epilogue of
-    :data:`EPILOGUES`, and with split-K and the plain one.
+    :data:`EPILOGUES`, with split-K and the plain one; and the usual row kernels.
 
     Args:
         ops: a glob over their names, e.g. ``gemm_per_token-128x128*``; None for all.
+        target: leave out what cannot be compiled for it; None for all.
 
     Raises:
         ValueError: nothing matches.
@@ -79,7 +87,10 @@ def shipped_configs(ops: str | None = None) -> list[Config]:
         for tile in tiles
         for config in _of(tile, variant)
     ]
-    configs.append(RelayoutConfig())
+    pdl = target is None or capability_of_target(target) >= (9, 0)
+    configs += [RelayoutConfig(), *shipped_rows(pdl)]
+    if target in ROWS_ONLY:
+        configs = [config for config in configs if isinstance(config, RowConfig)]
     return matching(configs, ops)
 
 
@@ -223,7 +234,7 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """
     device = _as_device(arch)
     target = check_target(str(arch)) if device is None else _target_of_device(device)
-    configs = shipped_configs(ops)
+    configs = shipped_configs(ops, target)
     _refuse_capture(configs[0])
     return CompileReport(watched(_make_ready(configs, target, device), "compiling", len(configs)))
 
@@ -279,7 +290,9 @@ def _target_of_device(device: torch.device) -> str:
     capability = capability_of_device(device)
     target = None if capability is None else target_of(capability)
     if target is None:
-        raise ValueError(f"arch: got {device}, must be a GPU of compute capability 12.x or 9.0")
+        raise ValueError(
+            f"arch: got {device}, must be a GPU of compute capability 12.x, 10.0, 9.0 or 8.9"
+        )
     return target
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from cute_fp8 import gpus, torch_backend
+from cute_fp8 import gpus, row_view, rows, torch_backend
 from cute_fp8.choice import Pick
+from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
+from cute_fp8.rows import RowProblem
 from cute_fp8.selection import Selection, select_config
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, target_of
@@ -26,7 +29,13 @@ SM120_FAMILY = ((12, None),)
 HOPPER = ((9, 0),)
 TORCH_FP8 = ((8, 9), (9, 0), (10, None))
 TORCH_MXFP8 = ((10, None), (12, None))
+#: Row kernels need the conversion to e4m3, and a target that they are compiled for.
+ROW_KERNELS = ((8, 9), (9, 0), (10, 0), (12, None))
+ROW_TARGETS = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a", "sm_120f")
 ANY = None
+
+
+Problem = GemmProblem | RowProblem
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Entry:
     backend: str
     kernel: str
     capabilities: tuple[tuple[int, int | None], ...] | None
-    refusal: Callable[[GemmProblem], str | None]
+    refusal: Callable[[Any], str | None]
     targets: tuple[str, ...] = ()
 
     @property
@@ -66,7 +75,7 @@ class Entry:
         )
 
 
-def _always(problem: GemmProblem) -> str | None:
+def _always(problem: Problem) -> str | None:
     return None
 
 
@@ -83,7 +92,20 @@ _GEMM = (
     Entry("gemm", "mxfp8", "torch", "mxfp8", TORCH_MXFP8, torch_backend.mxfp8_refusal),
     Entry("gemm", "mxfp8", "reference", "gemm", ANY, _always),
 )
-TABLE = (*_GEMM, *(replace(entry, op="gemm_gated") for entry in _GEMM))
+_ROWS = (
+    Entry("", "", "cute", "row_quantize", ROW_KERNELS, _always, ROW_TARGETS),
+    Entry("", "", "reference", "rows", ANY, _always),
+)
+TABLE = (
+    *_GEMM,
+    *(replace(entry, op="gemm_gated") for entry in _GEMM),
+    *(
+        replace(entry, op=op, variant=variant)
+        for op in rows.OPS
+        for variant in ("per_token", "mxfp8")
+        for entry in _ROWS
+    ),
+)
 OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
 
 
@@ -94,10 +116,11 @@ class Route:
     entry: Entry
     target: str | None = None
     selection: Selection | None = None
+    rows: RowConfig | None = None
 
     @property
     def pick(self) -> Pick | None:
-        """The kernel of a CuTe route, and its number of splits."""
+        """The kernel of a GEMM's CuTe route, and its number of splits."""
         return None if self.selection is None else self.selection.chosen.pick
 
 
@@ -108,7 +131,7 @@ class Explanation:
     ``refusal`` is why a pinned configuration cannot serve the problem; there is no route then.
     """
 
-    problem: GemmProblem
+    problem: Problem
     capability: Capability | None
     route: Route | None
     refused: tuple[tuple[Entry, str], ...]
@@ -121,13 +144,20 @@ class Explanation:
             if self.capability is None
             else "compute capability {}.{}".format(*self.capability)
         )
-        lines = [f"{p.op} {p.variant}, M={p.m} N={p.n} K={p.k}, out {p.out_dtype}, {where}"]
+        what = f"M={p.m} K={p.k}"
+        if isinstance(p, GemmProblem):
+            what = f"M={p.m} N={p.n} K={p.k}, out {p.out_dtype}"
+        lines = [f"{p.op} {p.variant}, {what}, {where}"]
         lines += [f"  refused {entry.name}: {reason}" for entry, reason in self.refused]
         if self.refusal is not None:
             lines.append(f"  refused the pinned {self.refusal}")
         if self.route is None:
             return "\n".join([*lines, "  no route"])
         lines.append(f"  takes   {self.route.entry.name}")
+        if self.route.rows is not None:
+            config = self.route.rows
+            threads = f"{config.shape.threads} threads a row"
+            lines[-1] += f" for {self.route.target}, {threads}, {config.view}"
         if self.route.pick is not None and self.route.selection is not None:
             lines[-1] += f" for {self.route.target}, config {self.route.pick.name}"
             lines += [f"          {line}" for line in self.route.selection.lines()]
@@ -135,7 +165,7 @@ class Explanation:
 
 
 def walk(
-    problem: GemmProblem,
+    problem: Problem,
     capability: Capability | None,
     settings: Settings,
     gpu: gpus.Gpu | None = None,
@@ -148,6 +178,10 @@ def walk(
         gpu: whose times are predicted; by default the problem's device, or a typical GPU of the
             capability if that is another's.
     """
+    if isinstance(problem, RowProblem):
+        # What is pinned is the GEMM's backend; a chain of ops must run under it as a whole.
+        plain = settings.backend in ("torch", "reference")
+        settings = settings._replace(backend="reference" if plain else "auto")
     refused: list[tuple[Entry, str]] = []
     for entry in TABLE:
         if entry.op != problem.op or entry.variant != problem.variant:
@@ -163,7 +197,7 @@ def walk(
     return Explanation(problem, capability, None, tuple(refused))
 
 
-def select(problem: GemmProblem, settings: Settings) -> Route:
+def select(problem: Problem, settings: Settings) -> Route:
     """The route of a problem on its own device.
 
     Raises:
@@ -182,7 +216,7 @@ def select(problem: GemmProblem, settings: Settings) -> Route:
 
 
 def _refusal(
-    entry: Entry, problem: GemmProblem, capability: Capability | None, settings: Settings
+    entry: Entry, problem: Problem, capability: Capability | None, settings: Settings
 ) -> str | None:
     if settings.backend == "auto":
         if entry.backend == "stand-in":
@@ -199,13 +233,16 @@ def _refusal(
 
 def _route(
     entry: Entry,
-    problem: GemmProblem,
+    problem: Problem,
     capability: Capability | None,
     settings: Settings,
     gpu: gpus.Gpu | None,
 ) -> Route:
     if not entry.targets or capability is None:
         return Route(entry)
+    if isinstance(problem, RowProblem):
+        config = row_view.config_of(problem, settings.pdl and capability >= (9, 0))
+        return Route(entry, target_of(capability), rows=config)
     if gpu is None:
         here = capability_of_device(problem.device) == capability
         gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
@@ -251,8 +288,8 @@ def explain(
     op: str = "gemm",
     *,
     m: int,
-    n: int,
     k: int,
+    n: int | None = None,
     variant: str = "per_token",
     capability: Capability | None = None,
     gpu: str | None = None,
@@ -266,14 +303,15 @@ def explain(
     """Which entry a call takes, and why each earlier one was refused; nothing is run or compiled.
 
     Args:
-        op: ``gemm`` or ``gemm_gated``.
-        m, n, k: sizes.
+        op: one of the table's.
+        m, n, k: sizes; a producer has no n, and its k is that of what it writes.
         variant: ``per_token`` or ``mxfp8``.
         capability: of a GPU that need not be here, e.g. ``(12, 0)``; by default that of ``gpu`` or
             ``device``.
         gpu: one that need not be here, for the predicted times, e.g. ``RTX 5090``.
         device: by default the current CUDA device if there is one, else the CPU.
-        out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype.
+        out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype. For a
+            producer of contiguous bf16 rows, residual says that there is one.
         backend: as in ``use``; by default the current one.
 
     Raises:
@@ -290,10 +328,17 @@ def explain(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if m < 0 or n <= 0 or k <= 0:
-        raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
-    operands = _without_data(m, n, k, variant, bias, residual)
-    problem = check_gemm(operands, activation, out_dtype, gated=op == "gemm_gated")
+    problem: Problem
+    if op in rows.OPS:
+        if m < 0 or k <= 0 or n is not None:
+            got = f"{m}, {k}" if n is None else f"{m}, {k} and n {n}"
+            raise ValueError(f"m, k: got {got}, must be sizes (m may be 0), without n")
+        problem = row_view.without_data(op, m, k, variant, residual is not None)
+    else:
+        if n is None or m < 0 or n <= 0 or k <= 0:
+            raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
+        operands = _without_data(m, n, k, variant, bias, residual)
+        problem = check_gemm(operands, activation, out_dtype, gated=op == "gemm_gated")
     problem = replace(problem, device=device)
     settings = current()
     if backend is not None:

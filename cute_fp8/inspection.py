@@ -18,10 +18,10 @@ from cute_fp8.kernels.config import (
 )
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sass import Code, read_cubin
-from cute_fp8.targets import check_target
+from cute_fp8.targets import ROWS_ONLY, check_target
 
 #: Shared memory that one block may have, by the target's family.
-SMEM_LIMIT = {"sm_12": SMEM_LIMIT_SM120, "sm_90": 232_448}
+SMEM_LIMIT = {"sm_12": SMEM_LIMIT_SM120, "sm_90": 232_448, "sm_89": 101_376, "sm_10": 232_448}
 
 
 @dataclass(frozen=True)
@@ -130,20 +130,22 @@ def inspect_kernels(targets: list[str], ops: str | None = None) -> Iterator[Insp
     """Inspect the shipped kernels that match ``ops``, in several processes; results in order."""
     for target in targets:
         check_target(target)
-    configs = inspected_configs(ops)
-    return workers.run(_inspect, [(config, target) for target in targets for config in configs])
+    wanted = ((config, target) for target in targets for config in inspected_configs(ops, target))
+    return workers.run(_inspect, list(wanted))
 
 
-def inspected_configs(ops: str | None = None) -> list[Config]:
+def inspected_configs(ops: str | None = None, target: str | None = None) -> list[Config]:
     """What is shipped, and what is built on request only: a dynamic schedule, dependent launch.
 
     Raises:
         ValueError: nothing matches ``ops``.
     """
+    if target in ROWS_ONLY:
+        return compiler.shipped_configs(ops, target)
     plain = EpilogueConfig()
     options = ({"dynamic": True}, {"pdl": True})
     on_request = [GemmConfig(TILES[v][0], plain, v, **how) for v in TILES for how in options]
-    return compiler.matching([*compiler.shipped_configs(), *on_request], ops)
+    return compiler.matching([*compiler.shipped_configs(target=target), *on_request], ops)
 
 
 def _inspect(kernel: tuple[Config, str]) -> Inspection:

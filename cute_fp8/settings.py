@@ -17,11 +17,13 @@ BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 class Settings(NamedTuple):
     """backend: one of :data:`BACKENDS`.
 
-    Choice: a pinned kernel configuration, or None for the selection's.
+    Choice: a pinned kernel configuration, or None for the selection's. Pdl: whether producers are
+    launched while the kernel before them ends.
     """
 
     backend: str
     choice: Choice | None
+    pdl: bool = True
 
 
 def check_backend(backend: str, name: str = "backend") -> str:
@@ -40,7 +42,9 @@ current = _current.get
 
 @contextmanager
 def use(
-    backend: str | None = None, config: Choice | Pick | TileConfig | str | None = None
+    backend: str | None = None,
+    config: Choice | Pick | TileConfig | str | None = None,
+    pdl: bool | None = None,
 ) -> Iterator[None]:
     """Pin the backend and the configuration inside a ``with`` block (of this thread or task).
 
@@ -56,15 +60,22 @@ def use(
             testing it there), ``torch`` or ``reference``. None leaves it as it is.
         config: a tile, a choice or its name as ``explain`` prints it, e.g.
             ``128x128x128_s3_w2x2/split4``; for CuTe kernels only. None leaves it.
+        pdl: launch the producers' kernels, from compute capability 9.0 on, while the kernel before
+            them ends (programmatic dependent launch); they wait for its results. On unless it is
+            turned off. None leaves it.
 
     Raises:
+        TypeError: pdl is no bool.
         ValueError: an unknown backend, or a configuration that breaks a rule.
     """
+    if pdl is not None and not isinstance(pdl, bool):
+        raise TypeError(f"pdl: got {type(pdl).__name__}, must be a bool")
     before = _current.get()
     token = _current.set(
         Settings(
             before.backend if backend is None else check_backend(backend),
             before.choice if config is None else choice_of(config),
+            before.pdl if pdl is None else pdl,
         )
     )
     try:

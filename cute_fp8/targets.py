@@ -7,8 +7,10 @@ import torch
 Capability = tuple[int, int]
 
 #: Targets that ``compile`` accepts. The ``a`` (and ``f``) is what the block-scaled MMA and wgmma
-#: need.
-TARGETS = ("sm_90a", "sm_120a", "sm_121a", "sm_120f")
+#: need. Row kernels run on all of them, GEMMs need sm_90a or the sm_120 family.
+TARGETS = ("sm_90a", "sm_120a", "sm_121a", "sm_120f", "sm_89", "sm_100a")
+#: Targets without a GEMM.
+ROWS_ONLY = ("sm_89", "sm_100a")
 
 
 def target_of(capability: Capability) -> str | None:
@@ -19,12 +21,12 @@ def target_of(capability: Capability) -> str | None:
     major, minor = capability
     if major == 12:
         return {0: "sm_120a", 1: "sm_121a"}.get(minor, "sm_120f")
-    return "sm_90a" if capability == (9, 0) else None
+    return {(9, 0): "sm_90a", (8, 9): "sm_89", (10, 0): "sm_100a"}.get(capability)
 
 
 def capability_of_target(target: str) -> Capability:
     """The compute capability that a target such as ``sm_120a`` is named after."""
-    digits = check_target(target)[3:-1]
+    digits = check_target(target)[3:].rstrip("af")
     return int(digits[:-1]), int(digits[-1])
 
 

@@ -23,7 +23,7 @@ from cute_fp8.choice import Choice
 from cute_fp8.dispatch import explain
 from cute_fp8.gemm_case import GemmCase, is_mx, quantized_case, sample, take
 from cute_fp8.kernels.config import GemmConfig
-from cute_fp8.problem import E4M3
+from cute_fp8.problem import E4M3, GemmProblem
 from cute_fp8.progress import watched
 from cute_fp8.scales import to_blocked
 from cute_fp8.selection import Selection, name_of
@@ -185,6 +185,7 @@ def problem_of(
             f"autotune: got {m}x{n}x{k} on {explanation.problem.device} ({took}), must be a GPU "
             "whose gemm is a CuTe kernel"
         )
+    assert isinstance(explanation.problem, GemmProblem)
     key = name_of(explanation.problem)
     backend = route.entry.backend
     return Problem(shape, variant, route.selection, key, route.target, backend, epilogue)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .row_config import RowConfig
+
 WARP_SIZE = 32
 #: The MMA that both the native instruction and its stand-in compute: m16n8k32.
 MMA_M, MMA_N, MMA_K = 16, 8, 32
@@ -363,4 +365,4 @@ class RelayoutConfig:
 
 
 #: Any kernel's configuration.
-Config = GemmConfig | RelayoutConfig
+Config = GemmConfig | RelayoutConfig | RowConfig

@@ -27,6 +27,7 @@ from .pieces import pair_words, transpose_pieces, transpose_planes
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 #: Pieces that are stored together, one by each lane of a quad.
 GROUP = STORE_COLUMNS // PIECE
+_LOG2_E = math.log2(math.e)
 
 
 def activate(name: str | None, x: Float32) -> Float32:
@@ -37,13 +38,34 @@ def activate(name: str | None, x: Float32) -> Float32:
         # Not max(x, 0): a maximum drops NaN.
         return select_(x < Float32(0.0), Float32(0.0), x)
     if name == "silu":
-        return x / (Float32(1.0) + cute.math.exp(-x))
+        return _silu(x)
     if name == "gelu":
         return Float32(0.5) * x * (Float32(1.0) + cute.math.erf(x * Float32(math.sqrt(0.5))))
     if name == "gelu_tanh":
         inner = Float32(math.sqrt(2.0 / math.pi)) * (x + Float32(0.044715) * x * x * x)
         return Float32(0.5) * x * (Float32(1.0) + cute.math.tanh(inner))
     raise ValueError(f"activation: got {name!r}")
+
+
+def _silu(x: Float32) -> Float32:
+    """``x / (1 + exp(-x))``, as the product with the divisor's reciprocal, rounded to 1 ulp.
+
+    With ``e = exp(-|x|)`` the divisor is 1 + e, from 1 to 2, whatever x is, and needs none of the
+    branches of a division of any two numbers. The dividend is x, or x * e below zero.
+    """
+    # 2^t, corrected for what the rounding of t = -|x| * log2(e) has lost.
+    # Past 128, e is 0 anyway, and what is lost of infinity would be NaN.
+    magnitude = cute.arch.fmin(cute.math.abs(x), Float32(128.0))
+    t = magnitude * Float32(-_LOG2_E)
+    lost = cute.math.fma(magnitude, Float32(-_LOG2_E), -t)
+    e = cute.arch.exp2(t)
+    e = cute.math.fma(e * Float32(math.log(2.0)), lost, e)
+    divisor = Float32(1.0) + e
+    dividend = Float32(select_(x < Float32(0.0), x * e, x))
+    # Corrected in the reciprocal, not in the quotient: Inf and -0 would not survive that.
+    reciprocal = cute.arch.rcp_approx(divisor)
+    error = cute.math.fma(-divisor, reciprocal, Float32(1.0))
+    return dividend * cute.math.fma(error, reciprocal, reciprocal)
 
 
 class EpilogueOperands(NamedTuple):

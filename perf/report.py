@@ -25,6 +25,8 @@ NAMES = {
     "inductor_bf16": "Inductor bf16",
     "inductor_w8a8": "Inductor W8A8",
     "cute_fp8_stand_in": "stand-in",
+    "cute_fp8_no_pdl": "ours, no PDL",
+    "copy": "copy",
 }
 #: Ours, the speed of which is this GPU's.
 OURS = ("cute_fp8", "cute_fp8_fast")

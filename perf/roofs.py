@@ -17,7 +17,7 @@ def measure() -> dict[str, float]:
 
     A rate that torch cannot reach here is left out.
     """
-    facts = _bandwidths()
+    facts = bandwidths()
     for name, dtype in (("matmul_tflops", torch.bfloat16), ("fp8_tflops", torch.float8_e4m3fn)):
         rates = [rate for shape in SIZES if (rate := _rate(shape, dtype))]
         if rates:
@@ -26,7 +26,8 @@ def measure() -> dict[str, float]:
     return facts
 
 
-def _bandwidths() -> dict[str, float]:
+def bandwidths() -> dict[str, float]:
+    """Read and copy bandwidth over 1 GiB."""
     data = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(data)
     size = data.numel() * data.element_size()

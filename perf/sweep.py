@@ -43,6 +43,11 @@ DRY = "dry run"
 
 def main(arguments: list[str] | None = None) -> int:
     """0; 1 if a result of ours is wrong or the GPU failed; 2 if nothing can be measured so."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["producers"]:
+        from perf import producers
+
+        return producers.main(arguments[1:])
     begun = time.perf_counter()
     args = parser().parse_args(arguments)
     try:

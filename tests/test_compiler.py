@@ -90,7 +90,7 @@ def test_ops_is_a_glob_over_names() -> None:
         ("sm_120", "arch: got 'sm_120', must be one of {} (did you mean sm_120a?)"),
         ("sm_121", "arch: got 'sm_121', must be one of {} (did you mean sm_121a?)"),
         ("sm_90", "arch: got 'sm_90', must be one of {} (did you mean sm_90a?)"),
-        ("sm_100a", "arch: got 'sm_100a', must be one of {}"),
+        ("sm_100", "arch: got 'sm_100', must be one of {} (did you mean sm_100a?)"),
         ("SM_120A", "arch: got 'SM_120A', must be one of {}"),
         ("", "arch: got '', must be one of {}"),
     ],
@@ -109,12 +109,13 @@ def test_compile_wants_a_gpu_with_kernels() -> None:
 
 
 def test_targets_by_family() -> None:
-    """Any 12.x is served, 12.2 and later by the family's target; of Hopper, 9.0 alone."""
+    """Any 12.x is served, 12.2 and later by the family's target; of the others, what is named."""
     expected = {(12, 0): "sm_120a", (12, 1): "sm_121a", (12, 2): "sm_120f", (12, 9): "sm_120f"}
-    expected |= {(9, 0): "sm_90a"}
-    expected |= dict.fromkeys([(8, 0), (8, 9), (9, 1), (10, 0), (10, 3), (11, 0), (13, 0)])
+    expected |= {(9, 0): "sm_90a", (8, 9): "sm_89", (10, 0): "sm_100a"}
+    expected |= dict.fromkeys([(8, 0), (9, 1), (10, 3), (11, 0), (13, 0)])
     assert {capability: target_of(capability) for capability in expected} == expected
-    assert [capability_of_target(t) for t in TARGETS] == [(9, 0), (12, 0), (12, 1), (12, 0)]
+    named = [(9, 0), (12, 0), (12, 1), (12, 0), (8, 9), (10, 0)]
+    assert [capability_of_target(t) for t in TARGETS] == named
 
 
 # ---------------------------------------------------------------------------- tiles

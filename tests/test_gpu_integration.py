@@ -8,6 +8,7 @@ import torch
 import cute_fp8
 from cute_fp8 import compiler, plan
 from cute_fp8.gemm_case import exact_case, gemm_case
+from cute_fp8.kernels.tiles import TILE_64x64
 
 pytestmark = pytest.mark.gpu
 
@@ -61,11 +62,12 @@ def test_first_use_inside_a_capture_says_what_to_do(backend):
 def test_compile_of_a_device_makes_capture_safe(backend):
     compiler.forget()
     plan.forget()
-    report = cute_fp8.compile("cuda:0", ops="gemm_per_token-32x64*-bfloat16")
+    tile = TILE_64x64
+    report = cute_fp8.compile("cuda:0", ops=f"gemm_per_token-{tile.name}-bfloat16")
     assert len(report) == 1
     case = gemm_case(16, 128, 256, seed=6)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with cute_fp8.use(config=tile), torch.cuda.graph(graph):
         y = case.run()
     graph.replay()
     case.check(y)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_fp8 import wheels
-from cute_fp8.kernels.config import Config
+from cute_fp8.kernels.configs import Config
 
 #: What compiles and loads.
 PACKAGES = (

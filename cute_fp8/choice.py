@@ -11,7 +11,15 @@ import re
 from dataclasses import dataclass
 
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
+from cute_fp8.kernels.config_sm90 import HopperConfig, HopperTile
+from cute_fp8.kernels.configs import AnyGemm
 
+#: A tile of any kernel.
+Tile = TileConfig | HopperTile
+
+_HOPPER_TILE = re.compile(
+    r"(\d+)x(\d+)x128_s(\d+)_g(\d+)p(\d+)(_swap)?(?:_split(\d+))?(?:_shared(\d+))?"
+)
 _TILE = re.compile(r"(\d+)x(\d+)x(\d+)_s(\d+)_w(\d+)x(\d+)(_swap)?(_pingpong)?")
 _SPLIT = re.compile(r"split(\d+)")
 
@@ -21,12 +29,13 @@ class Choice:
     """A tile and how it is scheduled.
 
     Attributes:
-        splits: ranges that the k-tiles of each tile are cut into; 1 for none.
+        splits: ranges that the k-tiles of each tile are cut into; 1 for none. A Hopper tile has
+            its own.
         dynamic: tiles are handed out by the hardware (cluster launch control), sm_120 only.
         pdl: programmatic dependent launch.
     """
 
-    tile: TileConfig
+    tile: Tile
     splits: int = 1
     dynamic: bool = False
     pdl: bool = False
@@ -45,14 +54,26 @@ class Choice:
         self.tile.check()
         if self.splits < 1:
             raise ValueError(f"config {self.name}: splits is {self.splits}, must be at least 1")
+        if isinstance(self.tile, HopperTile) and (self.splits > 1 or self.dynamic):
+            raise ValueError(f"config {self.name}: a Hopper tile has its own splits, a fixed list")
         return self
 
-    def pick(self, epilogue: EpilogueConfig, variant: str) -> Pick:
+    @property
+    def kernel(self) -> str:
+        """The module of the kernel whose tile it is."""
+        return HopperConfig.module if isinstance(self.tile, HopperTile) else GemmConfig.module
+
+    def pick(self, epilogue: EpilogueConfig, variant: str, fast_accum: bool = False) -> Pick:
         """This choice for a variant and an epilogue.
+
+        Args:
+            fast_accum: where a kernel tells the difference.
 
         Raises:
             ValueError: no kernel can be that.
         """
+        if isinstance(self.tile, HopperTile):
+            return Pick(HopperConfig(self.tile, epilogue, fast_accum, self.pdl).check())
         config = GemmConfig(
             self.tile,
             epilogue,
@@ -68,7 +89,7 @@ class Choice:
 class Pick:
     """A kernel, and how many splits it is launched with."""
 
-    config: GemmConfig
+    config: AnyGemm
     splits: int = 1
 
     @property
@@ -89,6 +110,9 @@ def parse(name: str) -> Choice:
         ValueError: it is no such name, or the tile breaks a rule.
     """
     tile_name, *parts = name.split("/")
+    hopper = _HOPPER_TILE.fullmatch(tile_name)
+    if hopper is not None:
+        return _hopper_choice(name, hopper, "pdl" in parts)
     match = _TILE.fullmatch(tile_name)
     if match is not None:
         m, n, k, stages, warps_m, warps_n = map(int, match.groups()[:6])
@@ -100,13 +124,28 @@ def parse(name: str) -> Choice:
             choice = Choice(tile, splits[0] if splits else 1, "dynamic" in parts, "pdl" in parts)
             if choice.name == name:  # nothing twice, out of order or left over
                 return choice.check()
-    raise ValueError(
+    raise _unknown(name)
+
+
+def _hopper_choice(name: str, found: re.Match[str], pdl: bool) -> Choice:
+    m, n, stages, warpgroups, part = map(int, found.groups()[:5])
+    swap, splits, sharers = found[6] is not None, int(found[7] or 1), int(found[8] or 1)
+    if min(m, n, stages, warpgroups, part, splits, sharers) > 0:
+        tile = HopperTile(m, n, part, warpgroups, stages, swap, splits, sharers)
+        choice = Choice(tile, pdl=pdl)
+        if choice.name == name:
+            return choice.check()
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
         f"config: got {name!r}, must be a TileConfig, a Choice or a name such as "
         "128x128x64_s6_w2x2, 16x64x128_s9_w1x2_swap or 128x128x128_s3_w2x2/split4"
     )
 
 
-def choice_of(config: Choice | Pick | TileConfig | str) -> Choice:
+def choice_of(config: Choice | Pick | Tile | str) -> Choice:
     """What ``use(config=...)`` was given, as a choice.
 
     Raises:
@@ -116,6 +155,7 @@ def choice_of(config: Choice | Pick | TileConfig | str) -> Choice:
         return config.check()
     if isinstance(config, Pick):
         return config.choice.check()
-    if isinstance(config, TileConfig):
-        return Choice(config).check()
+    if isinstance(config, TileConfig | HopperTile):
+        # A Hopper tile by itself means it as it is picked.
+        return Choice(config, pdl=isinstance(config, HopperTile)).check()
     return parse(str(config))

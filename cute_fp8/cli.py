@@ -160,7 +160,7 @@ def _compile(options: argparse.Namespace) -> int:
 
     for arch in options.arch:
         check_target(arch)  # before a progress bar is drawn
-    total = len(options.arch) * len(compiler.shipped_configs(options.ops))
+    total = sum(len(compiler.shipped_configs(options.ops, arch)) for arch in options.arch)
     found = list(track(inspect_kernels(options.arch, options.ops), "compiling", total))
     if options.json:
         print(json.dumps(inspection_evidence(found), indent=2))
@@ -175,7 +175,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     for arch in options.arch:
         check_target(arch)  # before a progress bar is drawn
-    total = len(options.arch) * len(compiler.shipped_configs(options.ops))
+    total = sum(len(compiler.shipped_configs(options.ops, arch)) for arch in options.arch)
     proofs = list(track(verify.verify_kernels(options.arch, options.ops), "verifying", total))
     if options.json:
         print(json.dumps([asdict(proof) for proof in proofs], indent=2))

@@ -24,14 +24,16 @@ from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import (
     MX_OUT,
     OUT_DTYPES,
-    Config,
     EpilogueConfig,
     GemmConfig,
     RelayoutConfig,
     TileConfig,
 )
+from cute_fp8.kernels.config_sm90 import HopperConfig
+from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.row_config import RowConfig, shipped_rows
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 from cute_fp8.progress import watched
 from cute_fp8.targets import (
     ROWS_ONLY,
@@ -87,6 +89,10 @@ def shipped_configs(ops: str | None = None, target: str | None = None) -> list[C
         for tile in tiles
         for config in _of(tile, variant)
     ]
+    if target == "sm_90a":
+        # Those with registers for promotion, which is the default.
+        hopper = [tile for tile in TILES_SM90 if tile.fits(fast_accum=False)]
+        configs += [HopperConfig(tile, epilogue) for tile in hopper for epilogue in EPILOGUES]
     pdl = target is None or capability_of_target(target) >= (9, 0)
     configs += [RelayoutConfig(), *shipped_rows(pdl)]
     if target in ROWS_ONLY:

@@ -15,10 +15,11 @@ from cute_fp8.frozen import frozen_blocks
 from cute_fp8.kernels.config import (
     MMA_K,
     MX_BLOCK,
-    Config,
+    GemmConfig,
     RelayoutConfig,
     workspace_words,
 )
+from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.scales import blocked_numel
@@ -44,9 +45,10 @@ class CuteGemm:
         self.kernel = compiler.get(self.pick.config, route.target, problem.device)
         self.ctas = _sm_count(problem.device)
         self.problem = problem
-        self.workspace_words = workspace_words(
-            self.pick.config, problem.m, problem.n, self.pick.splits
-        )
+        config, splits = self.pick.config, self.pick.splits
+        self.workspace_words = 0
+        if isinstance(config, GemmConfig):
+            self.workspace_words = workspace_words(config, problem.m, problem.n, splits)
         self.blocks: ScaleBlocks | None = None
         if problem.variant == "mxfp8" and not (problem.sx_blocked and problem.sw_blocked):
             self.blocks = ScaleBlocks(route.target, problem.device)
@@ -284,7 +286,7 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
         else:
             m, n, k, epilogue = 1, config.tile.n, MMA_K, config.epilogue
             columns = n // 2 if epilogue.gated else n
-            words = workspace_words(config, m, n, 1)
+            words = workspace_words(config, m, n, 1) if isinstance(config, GemmConfig) else 0
             codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
             vector = zeros((n,), "float32")
             kernel(

@@ -82,6 +82,7 @@ def _always(problem: Problem) -> str | None:
 #: In the order in which they are tried, for each of the ops.
 _GEMM = (
     Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
+    Entry("gemm", "per_token", "cute", "gemm_sm90", HOPPER, _always, ("sm_90a",)),
     # On request only: it is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
     Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
     Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),
@@ -246,7 +247,8 @@ def _route(
     if gpu is None:
         here = capability_of_device(problem.device) == capability
         gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
-    return Route(entry, target_of(capability), select_config(problem, gpu, settings.choice))
+    selection = select_config(problem, gpu, settings.choice, entry.kernel)
+    return Route(entry, target_of(capability), selection)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,22 @@ from cute_fp8 import compiler, workers
 from cute_fp8.kernels.config import (
     MAX_WARP_TILE,
     SMEM_LIMIT_SM120,
-    Config,
     EpilogueConfig,
     GemmConfig,
 )
+from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
+from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sass import Code, read_cubin
 from cute_fp8.targets import ROWS_ONLY, check_target
 
 #: Shared memory that one block may have, by the target's family.
-SMEM_LIMIT = {"sm_12": SMEM_LIMIT_SM120, "sm_90": 232_448, "sm_89": 101_376, "sm_10": 232_448}
+SMEM_LIMIT = {
+    "sm_12": SMEM_LIMIT_SM120,
+    "sm_90": SMEM_LIMIT_SM90,
+    "sm_89": 101_376,
+    "sm_10": 232_448,
+}
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,12 @@ import torch
 from cute_fp8 import winners
 from cute_fp8.choice import Choice, Pick
 from cute_fp8.gpus import Gpu
-from cute_fp8.kernels.config import EpilogueConfig
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.config_sm90 import HopperConfig, HopperTile
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 from cute_fp8.model import Prediction, TileCosts
+from cute_fp8.model_sm90 import predict_hopper
 from cute_fp8.problem import GemmProblem
 
 #: Split counts that are considered, where tiles alone leave SMs idle.
@@ -77,25 +80,31 @@ class Selection:
         return [head, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 
-def select_config(problem: GemmProblem, gpu: Gpu, choice: Choice | None = None) -> Selection:
-    """The configuration for a problem on a GPU; ``choice`` is a pinned one.
+def select_config(
+    problem: GemmProblem, gpu: Gpu, choice: Choice | None = None, kernel: str = GemmConfig.module
+) -> Selection:
+    """The configuration of a kernel for a problem on a GPU.
+
+    Args:
+        choice: a pinned one.
+        kernel: its module.
 
     Raises:
         ValueError: a pinned one that cannot serve the problem, with the reason.
     """
     if choice is not None:
-        return Selection(gpu, "pinned", _pinned(problem, gpu, choice))
-    ranking = tuple(rank(problem, gpu))
+        return Selection(gpu, "pinned", _pinned(problem, gpu, choice, kernel))
+    ranking = tuple(rank(problem, gpu, kernel))
     tuned = winners.winner(gpu.name, name_of(problem))
     if tuned is not None:
         try:
-            return Selection(gpu, "tuned", _pinned(problem, gpu, tuned), ranking)
+            return Selection(gpu, "tuned", _pinned(problem, gpu, tuned, kernel), ranking)
         except ValueError:
             pass  # of a space that has changed since
     return Selection(gpu, "predicted", ranking[0], ranking)
 
 
-def rank(problem: GemmProblem, gpu: Gpu) -> list[Ranked]:
+def rank(problem: GemmProblem, gpu: Gpu, kernel: str = GemmConfig.module) -> list[Ranked]:
     """Every configuration that can serve a problem, the one predicted to be fastest first.
 
     A split counts as slower than it is by :data:`SPLIT_MARGIN`; of equally fast ones, the first in
@@ -105,13 +114,16 @@ def rank(problem: GemmProblem, gpu: Gpu) -> list[Ranked]:
     def cost(ranked: Ranked) -> float:
         return ranked.prediction.us * (1 + SPLIT_MARGIN * (ranked.pick.splits > 1))
 
-    return sorted(_candidates(problem, gpu), key=cost)
+    hopper = kernel == HopperConfig.module
+    found = _hopper_candidates(problem, gpu) if hopper else _candidates(problem, gpu)
+    return sorted(found, key=cost)
 
 
 def name_of(problem: GemmProblem) -> str:
     """What tells problems apart that may be served best by different configurations."""
     sizes = f"{problem.m}x{problem.n}x{problem.k}"
-    return f"{problem.op}_{problem.variant}-{sizes}-{epilogue_of(problem).name}"
+    fast = "-fast" * problem.fast_accum
+    return f"{problem.op}_{problem.variant}-{sizes}-{epilogue_of(problem).name}{fast}"
 
 
 def epilogue_of(problem: GemmProblem) -> EpilogueConfig:
@@ -137,6 +149,7 @@ def _candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
             pick = Choice(tile).pick(epilogue, problem.variant)
         except ValueError:
             continue  # a tile that this epilogue cannot be added to
+        assert isinstance(pick.config, GemmConfig)
         costs = TileCosts(pick.config, gpu)
         whole = costs.predict(m, n, k)
         yield Ranked(pick, whole)
@@ -151,13 +164,37 @@ def _candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
             yield Ranked(split, costs.predict(m, n, k, splits))
 
 
-def _pinned(problem: GemmProblem, gpu: Gpu, choice: Choice) -> Ranked:
+def _hopper_candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
+    epilogue, m, n, k = epilogue_of(problem), problem.m, problem.n, problem.k
+    for tile in TILES_SM90:
+        # Of the tiles for few tokens, the narrowest that holds all of them.
+        if tile.swap_ab and tile.m > 8 and not tile.m // 2 < m <= tile.m:
+            continue
+        try:
+            pick = Choice(tile, pdl=True).pick(epilogue, problem.variant, problem.fast_accum)
+        except ValueError:
+            continue  # a tile whose sums this mode has no registers for
+        assert isinstance(pick.config, HopperConfig)
+        yield Ranked(pick, predict_hopper(pick.config, gpu, m, n, k))
+
+
+def _pinned(problem: GemmProblem, gpu: Gpu, choice: Choice, kernel: str) -> Ranked:
+    if choice.kernel != kernel:
+        raise ValueError(
+            f"config {choice.name}: got a tile of {choice.kernel}, must be one of {kernel}"
+        )
+    if isinstance(choice.tile, HopperTile):
+        pick = choice.pick(epilogue_of(problem), problem.variant, problem.fast_accum)
+        assert isinstance(pick.config, HopperConfig)
+        sizes = problem.m, problem.n, problem.k
+        return Ranked(pick, predict_hopper(pick.config, gpu, *sizes))
     if choice.dynamic and gpu.capability[0] != 12:
         raise ValueError(
             f"config {choice.name}: got a GPU of compute capability "
             f"{gpu.capability[0]}.{gpu.capability[1]}, must be 12.x (cluster launch control)"
         )
     pick = choice.pick(epilogue_of(problem), problem.variant)
+    assert isinstance(pick.config, GemmConfig)
     most = pick.config.max_splits(problem.m, problem.n, problem.k)
     if choice.splits > most:
         raise ValueError(

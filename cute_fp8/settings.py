@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from cute_fp8.choice import Choice, Pick, choice_of
-from cute_fp8.kernels.config import TileConfig
+from cute_fp8.choice import Choice, Pick, Tile, choice_of
 
 BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 
@@ -43,7 +42,7 @@ current = _current.get
 @contextmanager
 def use(
     backend: str | None = None,
-    config: Choice | Pick | TileConfig | str | None = None,
+    config: Choice | Pick | Tile | str | None = None,
     pdl: bool | None = None,
 ) -> Iterator[None]:
     """Pin the backend and the configuration inside a ``with`` block (of this thread or task).

@@ -22,7 +22,7 @@ from cute_fp8.capture import is_capturing
 from cute_fp8.choice import Choice
 from cute_fp8.dispatch import explain
 from cute_fp8.gemm_case import GemmCase, is_mx, quantized_case, sample, take
-from cute_fp8.kernels.config import GemmConfig
+from cute_fp8.kernels.configs import AnyGemm
 from cute_fp8.problem import E4M3, GemmProblem
 from cute_fp8.progress import watched
 from cute_fp8.scales import to_blocked
@@ -237,7 +237,7 @@ def compile_ahead(problems: Sequence[Problem], best: int) -> Iterator[None]:
 
     Yields None for each. What does not compile now will say why when it is checked.
     """
-    by_target: dict[str, dict[GemmConfig, None]] = {}
+    by_target: dict[str, dict[AnyGemm, None]] = {}
     for problem in problems:
         kernels = by_target.setdefault(problem.target, {})
         kernels.update((ranked.pick.config, None) for ranked in problem.selection.ranking[:best])

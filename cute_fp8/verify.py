@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from cute_fp8 import compiler
-from cute_fp8.kernels.config import Config, EpilogueConfig, GemmConfig
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.launch import Descriptor, Launch, Pointer, describe
 from cute_fp8.targets import check_target
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .row_config import RowConfig
-
 WARP_SIZE = 32
 #: The MMA that both the native instruction and its stand-in compute: m16n8k32.
 MMA_M, MMA_N, MMA_K = 16, 8, 32
@@ -362,7 +360,3 @@ class RelayoutConfig:
     name = "relayout_scales"
     stages = 0
     smem_bytes = 0
-
-
-#: Any kernel's configuration.
-Config = GemmConfig | RelayoutConfig | RowConfig

@@ -21,6 +21,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 from .config import MX_BLOCK, PIECE, STORE_COLUMNS, EpilogueConfig, TileConfig
+from .config_sm90 import WarpShare
 from .mx_output import pack_pairs, quantize_block, scale_offset
 from .pieces import pair_words, transpose_pieces, transpose_planes
 
@@ -90,8 +91,17 @@ class Place(NamedTuple):
 class Epilogue:
     """The epilogue of one warp's part of a tile, specialised by :class:`EpilogueConfig`."""
 
-    def __init__(self, tile: TileConfig, config: EpilogueConfig, *, scaled: bool):
+    def __init__(
+        self,
+        tile: TileConfig | WarpShare,
+        config: EpilogueConfig,
+        *,
+        scaled: bool,
+        staged: bool = False,
+    ):
         self.config = config
+        #: Whether there is a scale for every row and channel of a tile, past the problem's, too.
+        self.staged = staged
         self.swapped = tile.swap_ab
         #: Whether scales are applied here; if not, the accumulator carries them.
         self.scaled = scaled
@@ -156,7 +166,10 @@ class Epilogue:
             if cutlass.const_expr(self.scaled):
                 # Clamped, not predicated: a lane past the end takes part in the shuffles and stores
                 # nothing.
-                scales[below] = operands.sx[cutlass.min(row + below * PIECE, m - 1)]
+                safe_row = row + below * PIECE
+                if cutlass.const_expr(not self.staged):
+                    safe_row = cutlass.min(safe_row, m - 1)
+                scales[below] = operands.sx[safe_row]
         return scales
 
     @cute.jit
@@ -167,9 +180,10 @@ class Epilogue:
         bias = cute.make_rmem_tensor(shape, Float32)
         for j in cutlass.range_constexpr(self.columns):
             for e in cutlass.range_constexpr(2):
-                safe = cutlass.min(channel + j * PIECE + e, n - 1)
+                index = channel + j * PIECE + e
+                safe = cutlass.min(index, n - 1)
                 if cutlass.const_expr(self.scaled):
-                    scale[e, j] = operands.sw[safe]
+                    scale[e, j] = operands.sw[index if self.staged else safe]
                 if cutlass.const_expr(self.config.bias is not None):
                     bias[e, j] = operands.bias[safe].to(Float32)
         return scale, bias

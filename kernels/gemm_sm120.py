@@ -56,6 +56,7 @@ from .config import (
     WARP_SIZE,
     GemmConfig,
 )
+from .configs import AnyGemm
 from .epilogue import DTYPES, Epilogue, EpilogueOperands
 from .mainloop import Mainloop
 from .mma import Instruction
@@ -340,7 +341,7 @@ class GemmSm120:
         )
 
 
-def fake_arguments(config: GemmConfig) -> list[object]:
+def fake_arguments(config: AnyGemm) -> list[object]:
     """What ``cute.compile`` is shown in place of the arguments of ``GemmSm120.__call__``.
 
     The compiled function checks its tensors against these: dtypes, ranks, sizes that must agree,

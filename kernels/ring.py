@@ -36,8 +36,17 @@ class Ring(NamedTuple):
 
 
 @cute.jit
-def make_ring(loads: Loads, config: cutlass.Constexpr[GemmConfig], warp: Int32) -> Ring:
-    """Allocate the stages and barriers; initialise the barriers."""
+def make_ring(
+    loads: Loads,
+    config: cutlass.Constexpr[GemmConfig],
+    warp: Int32,
+    sharers: cutlass.Constexpr = 1,
+) -> Ring:
+    """Allocate the stages and barriers; initialise the barriers.
+
+    Args:
+        sharers: CTAs of the cluster, all of whose MMA warps release each one's stages.
+    """
     tile = config.tile
     smem = SmemAllocator()
     codes = [
@@ -57,7 +66,7 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[GemmConfig], warp: Int32) 
     ]
     answer = smem.allocate_array(Int32, 4, byte_alignment=16) if config.dynamic else None
     # Barriers, and how many arrivals complete a phase of each.
-    counts = [1] * tile.stages + [tile.group_warps] * tile.stages
+    counts = [1] * tile.stages + [sharers * tile.group_warps] * tile.stages
     counts += [tile.group_warps] * tile.groups if tile.pingpong else []
     counts += [1, tile.mma_warps + 1] if config.dynamic else []
     barriers = smem.allocate_array(Int64, config.barriers)
@@ -71,7 +80,12 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[GemmConfig], warp: Int32) 
         for load in loads:
             if cutlass.const_expr(load is not None):
                 cpasync.prefetch_descriptor(load.atom)
-    cute.arch.sync_threads()
+    if cutlass.const_expr(sharers == 1):
+        cute.arch.sync_threads()
+    else:
+        # The others' copies and arrivals come to these barriers, too.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
     others = barriers + 2 * tile.stages
     return Ring(
         codes[0],

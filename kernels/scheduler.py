@@ -22,7 +22,7 @@ from cutlass import Int32, cute
 from cutlass.cutlass_dsl import select_
 
 from .barriers import wait
-from .config import GemmConfig
+from .configs import AnyGemm
 
 #: Tile rows that advance together. A wave of CTAs then touches a near-square patch of the output,
 #: so that both operands' tiles are found in L2.
@@ -61,9 +61,9 @@ class Answers(NamedTuple):
 
 
 class Scheduler:
-    """Specialised by a :class:`GemmConfig`."""
+    """Specialised by a GEMM's configuration."""
 
-    def __init__(self, config: GemmConfig):
+    def __init__(self, config: AnyGemm):
         self.config = config
         self.groups = config.tile.groups
 

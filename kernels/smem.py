@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
-from cutlass import Float8E4M3FN, Int32, cute
+from cutlass import Float8E4M3FN, Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warp
 
 from .config import MMA_K
 
 
+class Sharing(NamedTuple):
+    """CTAs of a cluster that need the same tile: each loads its part of it, for all of them."""
+
+    ctas: int
+    rank: Int32  # of this CTA
+    mask: Int16  # of all of them
+
+
 @cute.jit
 def tma_load_atom(
-    operand: cute.Tensor, rows: cutlass.Constexpr, k: cutlass.Constexpr, stages: cutlass.Constexpr
+    operand: cute.Tensor,
+    rows: cutlass.Constexpr,
+    k: cutlass.Constexpr,
+    stages: cutlass.Constexpr,
+    sharers: cutlass.Constexpr = 1,
 ):
     """TMA copy of ``rows x k`` tiles of a K-major operand, for a ring of ``stages``.
 
     A tile row is one swizzle row (64 or 128 bytes): its 16-byte chunks are permuted by the row
     number, so that the 8 rows which one ``ldmatrix`` phase reads lie in 8 different bank groups.
-    Rows and K past the end arrive as zeros.
+    Rows and K past the end arrive as zeros. With ``sharers`` one copy is of as much less, and goes
+    to all of them.
     """
     swizzle = cute.make_swizzle(3 if k == 128 else 2, 4, 3)
     plain = cute.make_layout((rows, k, stages), stride=(k, 1, rows * k))
     layout = cute.make_composed_layout(swizzle, 0, plain)
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), operand, layout, (rows, k)
-    )
+    op = cpasync.CopyBulkTensorTileG2SOp()
+    if cutlass.const_expr(sharers > 1):
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+    return cpasync.make_tiled_tma_atom(op, operand, layout, (rows, k), num_multicast=sharers)
 
 
 @cute.jit
-def tma_load(tma, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
-    """Start one tile's copy.
+def tma_load(
+    tma,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    barrier: cute.Pointer,
+    sharing: Sharing | None = None,
+):
+    """Start one tile's copy, or this CTA's part of it.
 
     ``barrier`` counts its bytes. Called by the whole warp, issued by one lane.
     """
     grouped_target = cute.group_modes(target, 0)
     grouped_source = cute.group_modes(source, 0)
+    rank, ctas, mask = (0, 1, {}) if sharing is None else _part_of(sharing)
     smem_part, gmem_part = cpasync.tma_partition(
-        tma.atom, 0, cute.make_layout(1), grouped_target, grouped_source
+        tma.atom, rank, cute.make_layout(ctas), grouped_target, grouped_source
     )
-    cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier)
+    cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier, **mask)
+
+
+def _part_of(sharing: Sharing) -> tuple[Int32, int, dict[str, Int16]]:
+    """This CTA's part, of how many, and what else its copy is told."""
+    return sharing.rank, sharing.ctas, {"mcast_mask": sharing.mask}
 
 
 def swizzle_bits(row: Int32, k: int) -> Int32:

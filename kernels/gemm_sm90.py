@@ -1,0 +1,284 @@
+"""Warp-specialised, persistent e4m3 GEMM for Hopper (sm_90a), with per-token, per-channel scales.
+
+``y[m, n] = act(sum_k xq[m, k] * wq[n, k] * sx[m] * sw[n] + bias[n]) + residual[m, n]``
+
+Operands, constraints, epilogue and launch form are those of ``gemm_sm120.py``; what differs is the
+MMA (``mainloop_sm90.py``). The operand on its M side, xq or with ``swap_ab`` wq, is divided among
+the warpgroups by rows. Shared memory as ``HopperConfig.smem_bytes`` sums it, at most 232,448 bytes.
+
+Warp roles
+    ==========  =============  =====================  =========================  =================
+    role        warps          waits on               arrives on                 arrivals per stage
+    ==========  =============  =====================  =========================  =================
+    load        the first      empty[stage]           full[stage] (+ tx bytes)   1
+                after the MMA
+                warps
+    mma         4 a warpgroup  full[stage]            empty[stage]               1 per MMA warp
+    ==========  =============  =====================  =========================  =================
+
+No warpgroup waits for another: one may be in its epilogue while another still multiplies, or
+multiplies already for the next tile, as far as the stages reach.
+
+With ``splits`` the CTAs of a cluster share an output tile's k-tiles (``exchange.py``); such a grid
+has a cluster for every tile, so that each CTA works on one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int16, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from .barriers import wait
+from .config import MMA_K, WARP_SIZE
+from .config_sm90 import PRODUCER_REGISTERS, WARP_ROWS, WARPGROUP, WGMMA_M, HopperConfig
+from .epilogue import Epilogue, EpilogueOperands
+from .exchange import MEETINGS, exchange, meet
+from .gemm_sm120 import fake_arguments
+from .mainloop_sm90 import HopperMainloop
+from .ring import Loads, Ring, advance, make_ring
+from .scheduler import Scheduler, Work
+from .smem import Sharing, tma_load, tma_load_atom
+from .staging import fetch, put_down
+
+
+class GemmSm90:
+    """One specialisation of the kernel."""
+
+    def __init__(self, config: HopperConfig):
+        self.config = config
+        self.tile = config.tile
+        self.scheduler = Scheduler(config)
+        self.mainloop = HopperMainloop(config)
+        self.epilogue = Epilogue(config.tile.warp_share, config.epilogue, scaled=True, staged=True)
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        xq: cute.Tensor,
+        sx: cute.Tensor,
+        wq: cute.Tensor,
+        sw: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        out: cute.Tensor,
+        out_scales: Any,
+        workspace: Any,
+        splits: Any,
+        max_ctas: Int32,
+        stream: CUstream,
+    ):
+        """Launch on ``stream``, for ``max_ctas`` SMs.
+
+        Tensors as in ``gemm_sm120.fake_arguments``; ``out_scales``, ``workspace`` and ``splits``
+        are None.
+        """
+        tile, config = self.tile, self.config
+        m, n, k = xq.shape[0], wq.shape[0], xq.shape[1]
+        a, b = self.by_side(xq, wq)
+        loads = Loads(
+            a=tma_load_atom(a, tile.rows_a, tile.k, tile.stages, tile.sharers_n),
+            b=tma_load_atom(b, tile.rows_b, tile.k, tile.stages, tile.sharers_m),
+            scales_a=None,
+            scales_b=None,
+        )
+        work = Work(
+            tiles_m=cute.ceil_div(m, tile.m * tile.sharers_m),
+            tiles_n=cute.ceil_div(n, tile.n * tile.sharers_n),
+            k_tiles=cute.ceil_div(k, tile.k),
+            k_blocks=cute.ceil_div(k, MMA_K),
+            splits=None,
+        )
+        clusters = self.scheduler.units(work)
+        if cutlass.const_expr(tile.splits == 1):
+            clusters = cutlass.min(clusters, max_ctas // tile.cluster)
+        operands = EpilogueOperands(out, out_scales, sx, sw, bias, residual)
+        self.kernel(loads, operands, work, m, n).launch(
+            grid=(clusters * tile.cluster, 1, 1),
+            block=(tile.threads, 1, 1),
+            cluster=(tile.cluster, 1, 1),
+            smem=config.smem_bytes,
+            min_blocks_per_mp=1,
+            use_pdl=config.pdl,
+            stream=stream,
+        )
+
+    # ------------------------------------------------------------------ device
+
+    @cute.kernel
+    def kernel(self, loads: Loads, operands: EpilogueOperands, work: Work, m: Int32, n: Int32):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        ring = make_ring(loads, self.config, warp, self.tile.sharers)
+        scales = SmemAllocator().allocate_array(
+            Float32, self.tile.warpgroups * self.tile.staged_scales
+        )
+        if cutlass.const_expr(self.config.pdl):
+            # The next kernel may take the room that this one leaves, and wait there.
+            cute.arch.griddepcontrol_launch_dependents()
+            # Nothing that an earlier kernel wrote, or still reads, is touched before this.
+            cute.arch.griddepcontrol_wait()
+        if warp >= self.tile.mma_warps:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == self.tile.mma_warps:
+                self.load(loads, ring, work)
+            if cutlass.const_expr(self.tile.splits > 1):
+                for _ in cutlass.range_constexpr(MEETINGS):
+                    meet()
+        else:
+            cute.arch.setmaxregister_increase(self.tile.mma_registers)
+            self.mma(ring, scales, operands, work, m, n, warp)
+        if cutlass.const_expr(self.tile.sharers > 1):
+            # Nobody leaves while another's copies or arrivals may still come.
+            meet()
+
+    @cute.jit
+    def load(self, loads: Loads, ring: Ring, work: Work):
+        """Producer warp: fill the ring with the k-tiles of this CTA's units of work, in order."""
+        tile, config = self.tile, self.config
+        tiles_a = cute.local_tile(loads.a.tma_tensor, (tile.rows_a, tile.k), (None, None))
+        tiles_b = cute.local_tile(loads.b.tma_tensor, (tile.rows_b, tile.k), (None, None))
+        # A fresh barrier counts as having completed phase 1: the first pass over the ring waits for
+        # nobody.
+        stage, phase = Int32(0), Int32(1)
+        sharing_a, sharing_b = self.sharing(tile.sharers_n), self.sharing(tile.sharers_m)
+        unit, step, _ = self.place()
+        k_first, k_end = self.k_range(work)
+        while unit < self.scheduler.units(work):
+            part = self.scheduler.tile(unit, work)
+            a, b = self.by_side(*self.own_tile(part.row, part.column))
+            for k_tile in cutlass.range(k_first, k_end, unroll=1):
+                wait(ring.empty + stage, phase)
+                full = ring.full + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, config.stage_bytes)
+                tile_a, tile_b = tiles_a[None, None, a, k_tile], tiles_b[None, None, b, k_tile]
+                tma_load(loads.a, tile_a, ring.a[None, None, stage], full, sharing_a)
+                tma_load(loads.b, tile_b, ring.b[None, None, stage], full, sharing_b)
+                stage, phase = advance(stage, phase, tile.stages)
+            unit += step
+
+    @cute.jit
+    def mma(
+        self,
+        ring: Ring,
+        scales: cute.Pointer,
+        operands: EpilogueOperands,
+        work: Work,
+        m: Int32,
+        n: Int32,
+        warp: Int32,
+    ):
+        """MMA warps: multiply each unit's k-tiles as they arrive, then run its epilogue."""
+        tile = self.tile
+        group, lane = warp // 4, cute.arch.lane_idx()
+        thread = warp % 4 * WARP_SIZE + lane
+        token_count, channel_count = self.by_side(tile.warpgroup_rows, tile.rows_b)
+        first_token, first_channel = self.by_side(group * tile.warpgroup_rows, 0)
+        scales += group * tile.staged_scales
+        totals = cute.make_rmem_tensor((tile.part_sums, tile.parts), Float32)
+        stage, phase = Int32(0), Int32(0)
+        unit, step, rank = self.place()
+        k_first, k_end = self.k_range(work)
+        while unit < self.scheduler.units(work):
+            part = self.scheduler.tile(unit, work)
+            row, column = self.own_tile(part.row, part.column)
+            token, channel = row * tile.m + first_token, column * tile.n + first_channel
+            sx = fetch(operands.sx, token, token_count, m, thread)
+            sw = fetch(operands.sw, channel, channel_count, n, thread)
+            totals.fill(0.0)
+            stage, phase = self.mainloop(ring, totals, stage, phase, k_end - k_first, group)
+            sums = totals
+            if cutlass.const_expr(tile.splits > 1):
+                sums = exchange(tile, totals, ring, group * WARPGROUP + thread, rank)
+            staged = put_down(sx, token_count, sw, channel_count, scales, operands, group, thread)
+            if cutlass.const_expr(tile.splits == 1):
+                rank = Int32(0)
+            if rank < tile.owners:
+                self.finish(sums, staged, m, n, token, channel, warp % 4, lane, rank)
+            unit += step
+
+    @cute.jit
+    def finish(
+        self,
+        sums: cute.Tensor,
+        operands: EpilogueOperands,
+        m: Int32,
+        n: Int32,
+        token: Int32,
+        channel: Int32,
+        warp: Int32,
+        lane: Int32,
+        rank: Int32,
+    ):
+        """The epilogue of this CTA's share of every part of a warpgroup.
+
+        Args:
+            token, channel: the first of the warpgroup; warp: of the warpgroup.
+        """
+        tile = self.tile
+        for part in cutlass.range_constexpr(tile.parts):
+            acc = cute.make_tensor(
+                sums[None, part].iterator, cute.make_layout((4, tile.share_sums // 4, 1))
+            )
+            row = part % tile.parts_a * WGMMA_M + warp * WARP_ROWS
+            column = part // tile.parts_a * tile.part + rank * tile.share
+            down, right = self.by_side(row, column)
+            self.epilogue(acc, operands, m, n, token + down, channel + right, lane)
+
+    # ------------------------------------------------------------------ places
+
+    @cute.jit
+    def by_side(self, tokens: Any, channels: Any):
+        """Of tokens and channels, what belongs to the MMA's M side and to its N side; or back."""
+        return (channels, tokens) if self.tile.swap_ab else (tokens, channels)
+
+    @cute.jit
+    def place(self):
+        """This CTA's first unit of work, the step to its next, and its rank in the cluster."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        cluster = self.tile.cluster
+        return cta // cluster, ctas // cluster, cta % cluster
+
+    @cute.jit
+    def own_tile(self, row: Int32, column: Int32):
+        """This CTA's tile, of those that its cluster works on side by side."""
+        _, _, rank = self.place()
+        if cutlass.const_expr(self.tile.sharers_m > 1):
+            row = row * self.tile.sharers_m + rank
+        if cutlass.const_expr(self.tile.sharers_n > 1):
+            column = column * self.tile.sharers_n + rank
+        return row, column
+
+    @cute.jit
+    def sharing(self, ctas: cutlass.Constexpr):
+        """How an operand's tiles are loaded that so many CTAs of the cluster share."""
+        if cutlass.const_expr(ctas == 1):
+            return None
+        _, _, rank = self.place()
+        return Sharing(ctas, rank, Int16((1 << ctas) - 1))
+
+    @cute.jit
+    def k_range(self, work: Work):
+        """The first k-tile of this CTA, and the first that is not."""
+        splits = self.tile.splits
+        if cutlass.const_expr(splits == 1):
+            return Int32(0), work.k_tiles
+        _, _, rank = self.place()
+        return rank * work.k_tiles // splits, (rank + 1) * work.k_tiles // splits
+
+
+def make(config: HopperConfig, target: str) -> tuple[GemmSm90, list[object]]:
+    """The kernel for ``target``, and what to compile it with.
+
+    Raises:
+        ValueError: a target without wgmma.
+    """
+    if target != "sm_90a":
+        raise ValueError(f"target: got {target!r}, must be sm_90a")
+    return GemmSm90(config.check()), fake_arguments(config)

@@ -6,9 +6,9 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 OLD_ENOUGH = import sys; sys.exit(sys.version_info < (3, 10))
 
 BIN := .venv/bin
-STATIC := sm_120a sm_121a
+STATIC := sm_120a sm_121a sm_90a
 # Where the producers' kernels are native, and GEMMs are not inspected.
-ROWS := sm_89 sm_90a sm_100a
+ROWS := sm_89 sm_100a
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_fp8 import predictions
 from cute_fp8.compiler import shipped_configs
@@ -50,6 +50,8 @@ COLUMNS: tuple[tuple[str, Capability | None], ...] = (
     ("others, CPU", None),
 )
 VARIANTS = {"per_token": "per token x per channel", "mxfp8": "MXFP8"}
+#: Said of what was run with other kernel sources than this tree's.
+EARLIER = ", earlier sources"
 #: Ops whose routes the tier checks of ``validate`` take.
 CHECKED_OPS = ("gemm",)
 #: Parts of a validation that must not have broken off.
@@ -69,6 +71,8 @@ one of these words per cell:
   of a GEMM only the block-scaled MMA, and TMA loads; no spills, no local memory, no stack, shared
   memory within the target's limit (101,376 bytes on sm_120 and sm_89).
 * **falls back to**: another implementation serves the GPU.
+
+*Earlier sources*: it was run before `kernels/` last changed, and has not been since.
 
 {matrix}
 
@@ -190,20 +194,38 @@ def cell(
     native = [entry for entry in own if entry.backend != "stand-in"]
     kernels = {entry.kernel for entry in table if entry.targets}
     for entry in native:
-        if any(
-            is_validated(e, entry, capability, kernels) and _is_timed(e, entry) for e in evidence
-        ):
-            return MEASURED
+        timed = [e for e in evidence if _is_timed(e, entry)]
+        if found := _validated(timed, entry, capability, kernels):
+            return MEASURED + found.suffix
     for entry in own:
-        if entry not in native and any(
-            is_validated(e, entry, capability, kernels) for e in evidence
-        ):
-            return STAND_IN
+        if entry not in native and (found := _validated(evidence, entry, capability, kernels)):
+            return STAND_IN + found.suffix
     if not native:
         # A stand-in that nothing has run is no more than a wish.
         return f"falls back to {_fallback(row, serving)}"
     inspected = any(is_inspected(e, entry, capability) for entry in native for e in evidence)
     return INSPECTED if inspected else NO_EVIDENCE
+
+
+class Found(NamedTuple):
+    """That there is a validation, and what is to be said of it."""
+
+    suffix: str
+
+
+def _validated(
+    evidence: Iterable[Evidence], entry: Entry, capability: Capability, kernels: set[str]
+) -> Found | None:
+    """Whether an entry has been validated, with these kernel sources or with earlier ones."""
+    which = [e for e in evidence if is_validated(e, entry, capability, kernels)]
+    if not which:
+        return None
+    return Found("" if any(map(is_current, which)) else EARLIER)
+
+
+def is_current(evidence: Evidence) -> bool:
+    """Whether it is about the kernel sources of this tree."""
+    return evidence.get("meta", dict).get("kernels") == kernel_sources()
 
 
 def is_validated(
@@ -226,8 +248,11 @@ def is_validated(
     dirty = any(tool.get("clean") is False for tool in evidence.get("sanitizer", dict).values())
     if own == 0 or shared or dirty:
         return False
+    if entry.op not in CHECKED_OPS:
+        # Tests alone speak for it: those of this tree.
+        return is_current(evidence)
     taken = {"op": entry.op, "variant": entry.variant, "route": entry.name}
-    return entry.op not in CHECKED_OPS or taken in evidence.get("covers", list)
+    return taken in evidence.get("covers", list)
 
 
 def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bool:
@@ -279,7 +304,7 @@ def sources_of(evidence: Evidence) -> str:
     had = evidence.get("meta", dict).get("kernels")
     if had is None:
         return "not recorded"
-    return "these" if had == kernel_sources() else "others"
+    return "these" if is_current(evidence) else "others"
 
 
 def summary(evidence: Evidence) -> str:

@@ -35,6 +35,7 @@ from cute_fp8.kernels.row_config import RowConfig, shipped_rows
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 from cute_fp8.progress import watched
+from cute_fp8.settings import current
 from cute_fp8.targets import (
     ROWS_ONLY,
     capability_of_device,
@@ -72,29 +73,31 @@ MX_EPILOGUES = (
 )
 
 
-def shipped_configs(ops: str | None = None, target: str | None = None) -> list[Config]:
+def shipped_configs(
+    ops: str | None = None, target: str | None = None, *, stand_in: bool = False
+) -> list[Config]:
     """The configurations that ``compile`` builds: every tile with every epilogue of
     :data:`EPILOGUES`, with split-K and the plain one; and the usual row kernels.
 
     Args:
         ops: a glob over their names, e.g. ``gemm_per_token-128x128*``; None for all.
-        target: leave out what cannot be compiled for it; None for all.
+        target: leave out what is not meant for it; None for all of sm_120.
+        stand_in: for sm_90a, the sm_120 kernel in place of Hopper's own.
 
     Raises:
         ValueError: nothing matches.
     """
-    configs: list[Config] = [
-        config
-        for variant, tiles in TILES.items()
-        for tile in tiles
-        for config in _of(tile, variant)
-    ]
-    if target == "sm_90a":
+    configs: list[Config]
+    if target == "sm_90a" and not stand_in:
         # Those with registers for promotion, which is the default.
         hopper = [tile for tile in TILES_SM90 if tile.fits(fast_accum=False)]
-        configs += [HopperConfig(tile, epilogue) for tile in hopper for epilogue in EPILOGUES]
+        configs = [HopperConfig(tile, epilogue) for tile in hopper for epilogue in EPILOGUES]
+    else:
+        space = [(tile, variant) for variant, tiles in TILES.items() for tile in tiles]
+        configs = [config for tile, variant in space for config in _of(tile, variant)]
+        configs.append(RelayoutConfig())
     pdl = target is None or capability_of_target(target) >= (9, 0)
-    configs += [RelayoutConfig(), *shipped_rows(pdl)]
+    configs += shipped_rows(pdl)
     if target in ROWS_ONLY:
         configs = [config for config in configs if isinstance(config, RowConfig)]
     return matching(configs, ops)
@@ -221,7 +224,7 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """Make the usual kernels ready: before serving, before a graph capture.
 
     Every tile with the epilogues of :data:`EPILOGUES`; another combination compiles at its first
-    call, so call it once.
+    call, so call it once. Under ``use(backend="stand-in")`` those that it launches.
 
     What is not on disk is compiled in several processes, which see no GPU, and put there. With a
     terminal and ``rich`` there is a progress bar.
@@ -240,7 +243,7 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """
     device = _as_device(arch)
     target = check_target(str(arch)) if device is None else _target_of_device(device)
-    configs = shipped_configs(ops, target)
+    configs = shipped_configs(ops, target, stand_in=current().backend == "stand-in")
     _refuse_capture(configs[0])
     return CompileReport(watched(_make_ready(configs, target, device), "compiling", len(configs)))
 

@@ -148,6 +148,8 @@ def inspected_configs(ops: str | None = None, target: str | None = None) -> list
     """
     if target in ROWS_ONLY:
         return compiler.shipped_configs(ops, target)
+    if target == "sm_90a":
+        return compiler.shipped_configs(ops, target)
     plain = EpilogueConfig()
     options = ({"dynamic": True}, {"pdl": True})
     on_request = [GemmConfig(TILES[v][0], plain, v, **how) for v in TILES for how in options]

@@ -12,6 +12,7 @@ import pytest
 from cute_fp8 import archs, cache_key, compiler, environment
 from cute_fp8.archs import (
     COLUMNS,
+    EARLIER,
     INSPECTED,
     MEASURED,
     NO_EVIDENCE,
@@ -24,6 +25,10 @@ from cute_fp8.archs import (
     rows,
 )
 from cute_fp8.dispatch import TABLE, Entry, _always
+from cute_fp8.environment import kernel_sources
+from cute_fp8.inspection import inspect_kernel
+from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
+from cute_fp8.kernels.tiles import TILES
 
 NATIVE = Entry("gemm", "per_token", "cute", "gemm_x", ((12, None),), _always, ("sm_120a",))
 ASIDE = Entry("gemm", "per_token", "stand-in", "gemm_x", ((9, 0),), _always, ("sm_90a",))
@@ -35,7 +40,12 @@ ROW = Row("gemm", "per_token", "gemm_x")
 
 GOOD: dict[str, Any] = {
     "kind": "validation",
-    "meta": {"gpu": "NVIDIA GeForce RTX 5090", "capability": "12.0", "date": "2027-01-01"},
+    "meta": {
+        "gpu": "NVIDIA GeForce RTX 5090",
+        "capability": "12.0",
+        "date": "2027-01-01",
+        "kernels": kernel_sources(),
+    },
     "backend": "cute",
     "tests": {
         "tests.kernels.test_gemm_x": {"passed": 10, "skipped": 12},
@@ -60,7 +70,7 @@ def validation(**changes: Any) -> Evidence:
 def hopper(**changes: Any) -> Evidence:
     """The same tests on an H200, through the stand-in."""
     covers = [{"op": "gemm", "variant": "per_token", "route": "stand-in:gemm_x"}]
-    meta = {"gpu": "NVIDIA H200", "capability": "9.0"}
+    meta = {"gpu": "NVIDIA H200", "capability": "9.0", "kernels": kernel_sources()}
     changes = {"meta": meta, "backend": "stand-in", "covers": covers, "rows": [], **changes}
     return validation(**changes)
 
@@ -89,17 +99,36 @@ def test_every_cell_says_one_of_four_things() -> None:
         for name, capability in COLUMNS:
             found = cell(row, capability, evidence)
             assert found != NO_EVIDENCE, f"{row} on {name}: run `make inspect archs`"
+            found = found.removesuffix(EARLIER)
             assert found in (MEASURED, STAND_IN, INSPECTED) or found.startswith("falls back to ")
             assert found != "falls back to nothing", f"{row} on {name}"
 
 
-@pytest.mark.parametrize("target", ["sm_120a", "sm_121a"])
+@pytest.mark.parametrize("target", ["sm_120a", "sm_121a", "sm_90a"])
 def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
     file = archs.RESULTS / target / "static.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     found = {i["kernel"] for i in data["inspections"] if i["target"] == target}
-    shipped = {config.name for config in compiler.shipped_configs()}
+    shipped = {config.name for config in compiler.shipped_configs(target=target)}
     assert shipped <= found, "stale: run `make inspect archs`"
+
+
+def test_main_loops_are_as_lean_as_recorded() -> None:
+    """Of a tile of each kind, within 5 % of what the committed inspection found."""
+    data = json.loads((archs.RESULTS / "sm_120a" / "static.json").read_text(encoding="utf-8"))
+    recorded = {i["kernel"]: i["code"]["others_per_mma"] for i in data["inspections"]}
+    for variant, tiles in TILES.items():
+        for tile in (tiles[0], tiles[2], tiles[3], tiles[10]):
+            config = GemmConfig(tile, EpilogueConfig(), variant)
+            found = inspect_kernel(config, "sm_120a")
+            assert found.failures == ()
+            assert found.code.others_per_mma <= 1.05 * recorded[config.name], config.name
+
+
+def test_what_was_run_with_earlier_sources_says_so() -> None:
+    before = {"meta": {**GOOD["meta"], "kernels": "0123456789ab"}}
+    assert look((12, 0), validation(**before)) == MEASURED + EARLIER
+    assert look((12, 0), validation(**before), validation()) == MEASURED
 
 
 # ------------------------------------------------------------------------------------ the rules

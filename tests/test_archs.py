@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cute_fp8.archs import (
     Evidence,
     Row,
     cell,
+    is_validated,
     kernel_of_tests,
     render,
     rows,
@@ -125,12 +127,6 @@ def test_main_loops_are_as_lean_as_recorded() -> None:
             assert found.code.others_per_mma <= 1.05 * recorded[config.name], config.name
 
 
-def test_what_was_run_with_earlier_sources_says_so() -> None:
-    before = {"meta": {**GOOD["meta"], "kernels": "0123456789ab"}}
-    assert look((12, 0), validation(**before)) == MEASURED + EARLIER
-    assert look((12, 0), validation(**before), validation()) == MEASURED
-
-
 # ------------------------------------------------------------------------------------ the rules
 
 
@@ -182,7 +178,7 @@ def test_one_good_validation_is_enough() -> None:
 
 
 def test_a_measurement_holds_for_its_own_architecture_only() -> None:
-    spark = validation(meta={"capability": "12.1"})
+    spark = validation(meta={"capability": "12.1", "kernels": kernel_sources()})
     for capability, expected in (((12, 0), NO_EVIDENCE), ((12, 1), MEASURED)):
         assert look(capability, spark) == expected
 
@@ -293,16 +289,26 @@ def test_render() -> None:
 
 def test_evidence_of_other_kernel_sources_says_so() -> None:
     here = environment.kernel_sources()
-    meta = GOOD["meta"]
-    for changes, word in (
-        ({}, "not recorded"),
-        ({"kernels": here}, "these"),
-        ({"kernels": f"{here[:-1]}x"}, "others"),
+    meta = {key: value for key, value in GOOD["meta"].items() if key != "kernels"}
+    for changes, word, suffix in (
+        ({}, "not recorded", EARLIER),
+        ({"kernels": here}, "these", ""),
+        ({"kernels": f"{here[:-1]}x"}, "others", EARLIER),
     ):
         evidence = validation(meta={**meta, **changes})
         text = render([evidence], MADE_UP)
         assert f" | {word} | cute: 15 tests passed, 0 failed; " in text
-        assert look((12, 0), evidence) == MEASURED, "a word, no verdict"
+        assert look((12, 0), evidence) == MEASURED + suffix
+    assert look((12, 0), validation(meta=meta), validation()) == MEASURED
+
+
+def test_an_op_of_which_only_tests_speak_is_shown_by_those_of_this_tree() -> None:
+    table = (replace(MADE_UP[0], op="another"),)
+    row = replace(ROW, op="another")
+    old = validation(meta={**GOOD["meta"], "kernels": "0123456789ab"})
+    assert not is_validated(old, table[0], (12, 0), {"gemm_x"})
+    assert is_validated(validation(), table[0], (12, 0), {"gemm_x"})
+    assert cell(row, (12, 0), [old], table) == NO_EVIDENCE
 
 
 def test_new_evidence_records_its_kernel_sources() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from cute_fp8 import archs, cli, sweep, validate
 from cute_fp8.dispatch import TABLE
+from cute_fp8.environment import kernel_sources
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites name="pytest tests"><testsuite name="pytest" tests="6">
@@ -213,6 +214,7 @@ def test_lines() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A made-up RTX 5090 whose tests, tier and sweep go well; the working folder is returned."""
     facts = {"gpu": "NVIDIA GeForce RTX 5090", "capability": "12.0", "driver": "1", "torch": "2"}
+    facts["kernels"] = kernel_sources()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(validate, "obstacle", lambda: None)
     monkeypatch.setattr(validate, "environment", lambda: dict(facts))

@@ -189,8 +189,7 @@ class HopperMainloop:
 @cute.jit
 def promote(totals: cute.Tensor, partials: cute.Tensor):
     """Add one part's partial sums, here and now."""
-    for i in cutlass.range_constexpr(cute.size(partials)):
-        totals[i] = totals[i] + partials[i]
+    totals.store(totals.load() + partials.load())
     _pin(totals)
 
 

@@ -51,6 +51,8 @@ def route_by_design(capability: Any, variant: str, n: int, epilogue: dict[str, A
         return "torch:mxfp8" if major in (10, 12) and n % 16 == 0 else "reference:gemm"
     if major == 12:
         return "cute:gemm_sm120"
+    if (major, minor) == (9, 0) and variant == "per_token":
+        return "cute:gemm_sm90"
     if ((major, minor) not in ((8, 9), (9, 0)) and major != 10) or n % 16:
         return "reference:gemm"
     plain = (BF16, None, None)
@@ -171,7 +173,10 @@ def test_the_text_lists_every_refused_entry_with_a_reason(
     [
         ({"capability": (12, 0)}, None),
         ({"capability": (9, 0)}, "cute:gemm_sm120: compute capability is 9.0, must be 12.x"),
-        ({"capability": (9, 0)}, "stand-in:gemm_sm120: only on request, use(backend='stand-in')"),
+        (
+            {"capability": (9, 0), "variant": "mxfp8"},
+            "stand-in:gemm_sm120: only on request, use(backend='stand-in')",
+        ),
         ({"capability": (8, 6)}, "rowwise: compute capability is 8.6, must be 8.9, 9.0, 10.x"),
         ({"capability": None}, "rowwise: no CUDA GPU, must be of compute capability 8.9, 9.0"),
         ({"out_dtype": FP16}, "torch:rowwise: output is torch.float16, row-wise gives bf16 only"),

@@ -50,6 +50,7 @@ class Entry:
         capabilities: ``(major, minor)`` patterns, or None for every device, CPUs included.
         refusal: why it does not serve a problem, or None.
         targets: what the kernel is compiled for; empty for what is not ours to compile.
+        on_request: passed over unless ``use`` names its backend.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Entry:
     capabilities: tuple[tuple[int, int | None], ...] | None
     refusal: Callable[[Any], str | None]
     targets: tuple[str, ...] = ()
+    on_request: bool = False
 
     @property
     def name(self) -> str:
@@ -82,14 +84,15 @@ def _always(problem: Problem) -> str | None:
 #: In the order in which they are tried, for each of the ops.
 _GEMM = (
     Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
-    Entry("gemm", "per_token", "cute", "gemm_sm90", HOPPER, _always, ("sm_90a",)),
-    # On request only: it is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
-    Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
+    # On request until its tests have passed on a Hopper GPU in its present form.
+    Entry("gemm", "per_token", "cute", "gemm_sm90", HOPPER, _always, ("sm_90a",), on_request=True),
+    # It is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
+    Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",), True),
     Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),
     Entry("gemm", "per_token", "torch", "tensorwise", TORCH_FP8, torch_backend.tensorwise_refusal),
     Entry("gemm", "per_token", "reference", "gemm", ANY, _always),
     Entry("gemm", "mxfp8", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
-    Entry("gemm", "mxfp8", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",)),
+    Entry("gemm", "mxfp8", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",), True),
     Entry("gemm", "mxfp8", "torch", "mxfp8", TORCH_MXFP8, torch_backend.mxfp8_refusal),
     Entry("gemm", "mxfp8", "reference", "gemm", ANY, _always),
 )
@@ -219,16 +222,15 @@ def select(problem: Problem, settings: Settings) -> Route:
 def _refusal(
     entry: Entry, problem: Problem, capability: Capability | None, settings: Settings
 ) -> str | None:
-    if settings.backend == "auto":
-        if entry.backend == "stand-in":
-            return "only on request, use(backend='stand-in')"
-    elif entry.backend != settings.backend:
+    if settings.backend not in ("auto", entry.backend):
         return f"backend {settings.backend!r} was asked for"
     if not entry.serves(capability):
         wanted = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
         if capability is None:
             return f"no CUDA GPU, must be of compute capability {wanted}"
         return f"compute capability is {capability[0]}.{capability[1]}, must be {wanted}"
+    if entry.on_request and settings.backend == "auto":
+        return f"only on request, use(backend={entry.backend!r})"
     return entry.refusal(problem)
 
 

@@ -66,8 +66,8 @@ def test_predictions_grow_and_rank() -> None:
     config = HopperConfig(TILE, EpilogueConfig())
     times = [predict_hopper(config, gpus.H200, m, 4096, 4096).us for m in (0, 128, 4096, 8192)]
     assert times == sorted(times) and times[0] < times[-1]
-    few = explain(m=16, n=4096, k=4096, gpu="H200").route
-    many = explain(m=4096, n=4096, k=4096, gpu="H200").route
+    few = explain(m=16, n=4096, k=4096, gpu="H200", backend="cute").route
+    many = explain(m=4096, n=4096, k=4096, gpu="H200", backend="cute").route
     assert few is not None and few.pick is not None and few.pick.config.tile.swap_ab
     assert many is not None and many.pick is not None and not many.pick.config.tile.swap_ab
 

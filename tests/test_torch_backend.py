@@ -76,7 +76,7 @@ class ScaledMatmul:
         return torch.exp2(exponents).repeat_interleave(32, dim=1)
 
 
-@pytest.fixture(params=[(8, 9), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.fixture(params=[(8, 9), (9, 0), (10, 0)], ids=lambda c: f"sm_{c[0]}{c[1]}")
 def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
     return request.param
 

@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As :func:`parse` reads it, e.g. ``128x128x128_s3_w2x2/split4``."""
+        """As :func:`parse` reads it, e.g. ``64x64x128_s6_w2x2/split4``."""
         parts = [self.tile.name]
         if self.splits > 1:
             parts.append(f"split{self.splits}")
@@ -141,7 +141,7 @@ def _hopper_choice(name: str, found: re.Match[str], pdl: bool) -> Choice:
 def _unknown(name: str) -> ValueError:
     return ValueError(
         f"config: got {name!r}, must be a TileConfig, a Choice or a name such as "
-        "128x128x64_s6_w2x2, 16x64x128_s9_w1x2_swap or 128x128x128_s3_w2x2/split4"
+        "128x128x64_s6_w2x2, 16x64x128_s9_w1x2_swap or 64x64x128_s6_w2x2/split4"
     )
 
 

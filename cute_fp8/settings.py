@@ -58,7 +58,7 @@ def use(
             ``stand-in`` (on compute capability 9.0: the sm_120 kernel with a Hopper MMA, for
             testing it there), ``torch`` or ``reference``. None leaves it as it is.
         config: a tile, a choice or its name as ``explain`` prints it, e.g.
-            ``128x128x128_s3_w2x2/split4``; for CuTe kernels only. None leaves it.
+            ``64x64x128_s6_w2x2/split4``; for CuTe kernels only. None leaves it.
         pdl: launch the producers' kernels, from compute capability 9.0 on, while the kernel before
             them ends (programmatic dependent launch); they wait for its results. On unless it is
             turned off. None leaves it.

@@ -317,11 +317,11 @@ class GemmConfig:
                 f"tile {tile.name}: a warp has {out_columns} output columns, must be a multiple of "
                 f"{MX_BLOCK} for MXFP8 output"
             )
-        if self.split_k and self.block_scaled and tile.warp_m * tile.warp_n == MAX_WARP_TILE:
-            # Scales and their addresses leave too few registers for what split-K keeps.
+        if self.split_k and tile.warp_m * tile.warp_n == MAX_WARP_TILE:
+            # Accumulators leave too few registers for the addition of parts.
             raise ValueError(
-                f"tile {tile.name}: split-K of MXFP8 must have warp tiles of less than "
-                f"{MAX_WARP_TILE} outputs (registers)"
+                f"tile {tile.name}: split-K must have warp tiles of less than {MAX_WARP_TILE} "
+                "outputs (registers)"
             )
         if self.dynamic and (tile.pingpong or self.split_k):
             raise ValueError(

@@ -6,7 +6,7 @@ import pytest
 
 from cute_fp8.choice import Choice, Pick, choice_of, parse
 from cute_fp8.kernels.config import EpilogueConfig, TileConfig
-from cute_fp8.kernels.tiles import TILES
+from cute_fp8.kernels.tiles import TILES, TILE_64x64
 
 TILE = TileConfig(128, 128, 128, 2, 2, 3)
 EVERY = list(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
@@ -60,10 +60,11 @@ def test_a_name_of_a_tile_that_cannot_be_says_what_is_wrong() -> None:
 
 
 def test_a_pick_is_a_kernel_and_its_splits() -> None:
-    pick = Choice(TILE, 4).pick(EpilogueConfig(activation="gelu"), "per_token")
+    small = TILE_64x64
+    pick = Choice(small, 4).pick(EpilogueConfig(activation="gelu"), "per_token")
     assert isinstance(pick, Pick) and pick.splits == 4 and pick.config.split_k
-    assert pick.choice == Choice(TILE, 4) == choice_of(pick)
-    assert pick.name == "128x128x128_s3_w2x2/split4"
+    assert pick.choice == Choice(small, 4) == choice_of(pick)
+    assert pick.name == "64x64x128_s6_w2x2/split4"
     assert not Choice(TILE).pick(EpilogueConfig(), "per_token").config.split_k
     with pytest.raises(ValueError, match="mxfp8 needs"):
         Choice(TILE).pick(EpilogueConfig(), "mxfp8")

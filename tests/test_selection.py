@@ -185,9 +185,9 @@ def test_explain_takes_a_gpu_by_name_or_a_typical_one_of_the_capability() -> Non
         ("128x128x128_s3_w2x2", "mxfp8", "mxfp8 needs 1[0-9]+ bytes of shared memory"),
         ("64x96x128_s2_w2x1", "mxfp8", "m and n must divide 128 or be multiples of it"),
         ("128x64x128_s3_w2x2/split2/dynamic", "mxfp8", "must be cooperative, without split-K"),
-        ("128x128x64_s5_w2x2/split2", "mxfp8", "split-K of MXFP8 must have warp tiles of less"),
+        ("128x128x64_s5_w2x2/split2", "mxfp8", "split-K must have warp tiles of less than 4096"),
         (
-            "128x128x128_s2_w2x2/split9",
+            "128x64x128_s4_w2x2/split9",
             "per_token",
             "got 9 splits, must be at most 8 for M, N, K",
         ),

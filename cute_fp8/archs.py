@@ -260,15 +260,23 @@ def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bo
     target = target_of(capability)
     if evidence.data.get("kind") != "inspection" or target not in entry.targets:
         return False
-    prefixes = (f"{entry.op}_{entry.variant}-", f"{entry.kernel}-")
     found = {
         inspection["kernel"]: not inspection["failures"]
         for inspection in evidence.get("inspections", list)
-        if inspection["target"] == target and inspection["kernel"].startswith(prefixes)
+        if inspection["target"] == target and is_of(inspection["kernel"], entry)
     }
     shipped = [c for c in shipped_configs(target=target) if c.module == entry.kernel]
-    wanted = {c.name for c in shipped if c.name.startswith(prefixes)}
+    wanted = {c.name for c in shipped if is_of(c.name, entry)}
     return bool(found) and all(found.values()) and wanted <= found.keys()
+
+
+def is_of(name: str, entry: Entry) -> bool:
+    """Whether a compiled kernel of that name serves an entry's op and variant."""
+    if entry.op == "gemm_gated":
+        return name.startswith(f"gemm_{entry.variant}-") and "-gated-" in name
+    if entry.op == "gemm" and "-gated-" in name:
+        return False
+    return name.startswith((f"{entry.op}_{entry.variant}-", f"{entry.kernel}-"))
 
 
 def kernel_of_tests(module: str, kernels: Iterable[str]) -> str | None:

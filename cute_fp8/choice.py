@@ -103,6 +103,11 @@ class Pick:
         return self.choice.name
 
 
+def spills(tile: HopperTile, epilogue: EpilogueConfig) -> bool:
+    """Whether the values of a bias do not fit beside a tile's sums (seen in its machine code)."""
+    return tile.m == 256 and epilogue.bias is not None
+
+
 def parse(name: str) -> Choice:
     """The choice of that name.
 

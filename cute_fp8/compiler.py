@@ -21,6 +21,7 @@ import torch
 from cute_fp8 import cache, workers
 from cute_fp8.cache_key import Key, key_of
 from cute_fp8.capture import is_capturing
+from cute_fp8.choice import spills
 from cute_fp8.kernels.config import (
     MX_OUT,
     OUT_DTYPES,
@@ -91,7 +92,8 @@ def shipped_configs(
     if target == "sm_90a" and not stand_in:
         # Those with registers for promotion, which is the default.
         hopper = [tile for tile in TILES_SM90 if tile.fits(fast_accum=False)]
-        configs = [HopperConfig(tile, epilogue) for tile in hopper for epilogue in EPILOGUES]
+        pairs = [(tile, epilogue) for tile in hopper for epilogue in EPILOGUES]
+        configs = [HopperConfig(*pair) for pair in pairs if not spills(*pair)]
     else:
         space = [(tile, variant) for variant, tiles in TILES.items() for tile in tiles]
         configs = [config for tile, variant in space for config in _of(tile, variant)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_fp8 import winners
-from cute_fp8.choice import Choice, Pick
+from cute_fp8.choice import Choice, Pick, spills
 from cute_fp8.gpus import Gpu
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.config_sm90 import HopperConfig, HopperTile
@@ -169,6 +169,8 @@ def _hopper_candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
     for tile in TILES_SM90:
         # Of the tiles for few tokens, the narrowest that holds all of them.
         if tile.swap_ab and tile.m > 8 and not tile.m // 2 < m <= tile.m:
+            continue
+        if spills(tile, epilogue):
             continue
         try:
             pick = Choice(tile, pdl=True).pick(epilogue, problem.variant, problem.fast_accum)

@@ -225,8 +225,9 @@ class CompileReport(list[tuple[str, str, float]]):
 def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     """Make the usual kernels ready: before serving, before a graph capture.
 
-    Every tile with the epilogues of :data:`EPILOGUES`; another combination compiles at its first
-    call, so call it once. Under ``use(backend="stand-in")`` those that it launches.
+    Every tile with the epilogues of :data:`EPILOGUES`, and split-K without one; another combination
+    (split-K with a bias, say) compiles at its first call, so call it once. Under
+    ``use(backend="stand-in")`` those that it launches.
 
     What is not on disk is compiled in several processes, which see no GPU, and put there. With a
     terminal and ``rich`` there is a progress bar.

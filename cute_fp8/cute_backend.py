@@ -87,9 +87,7 @@ class CuteGemm:
             if out is None:
                 out = empty_like(template, memory_format=contiguous)
             else:
-                check_overlap(Operands(xq, sx, wq, sw, bias, residual, out))
-                if not out.is_contiguous():
-                    raise ValueError("rows of out may overlap: for the full check to say")
+                self._check_out(Operands(xq, sx, wq, sw, bias, residual, out))
             kernel(xq, sx, wq, sw, bias, residual, out, None, None, None, ctas)
             return out
 
@@ -112,12 +110,20 @@ class CuteGemm:
             if y is None:
                 y = torch.empty((p.m, p.out_columns), dtype=p.out_dtype, device=p.device)
             else:
-                check_overlap(Operands(xq, sx, wq, sw, bias, residual, y))
-                if not y.is_contiguous():
-                    raise ValueError("rows of out may overlap: for the full check to say")
+                self._check_out(Operands(xq, sx, wq, sw, bias, residual, y))
             return self._launch(xq, sx, wq, sw, bias, residual, y)
 
         return launch
+
+    def _check_out(self, operands: Operands) -> None:
+        """What neither the key of a launcher nor the kernel knows of ``out``: where it is, whether
+        its rows are apart, and for a gated one how wide it is.
+        """
+        out = operands.out
+        assert out is not None
+        check_overlap(operands)
+        if not out.is_contiguous() or out.shape != (self.problem.m, self.problem.out_columns):
+            raise ValueError("another shape, or rows that may overlap: for the full check to say")
 
     @property
     def _is_plain(self) -> bool:

@@ -98,7 +98,7 @@ def frozen_blocks(sw: Tensor) -> Tensor | None:
     if kept is None:
         return None
     if kept.state != _state(sw):
-        del _kept[sw]
+        _kept.pop(sw, None)
         return None
     if sw.is_cuda and (stream := torch.cuda.current_stream(sw.device)) not in kept.streams:
         kept.blocked.record_stream(stream)

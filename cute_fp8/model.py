@@ -144,7 +144,9 @@ class TileCosts:
         l2_us = through_l2 * 1e-3 / gpu.l2_gbps
         dram_us = (reads / gpu.read_share + out_bytes / WRITE_SHARE) * 1e-3 / gpu.dram_gbps
         busiest = max(compute_us, l2_us, dram_us)
-        powers = sum((us / busiest) ** OVERLAP for us in (compute_us, l2_us, dram_us))
+        # Without tokens there is nothing to do.
+        shares = (compute_us, l2_us, dram_us)
+        powers = sum((us / busiest) ** OVERLAP for us in shares) if busiest else 0.0
         start_us = LAUNCH_US + FIRST_LOAD_US
         return Prediction(
             us=start_us + busiest * powers ** (1 / OVERLAP),

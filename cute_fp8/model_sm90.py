@@ -82,5 +82,7 @@ def _k_tile_clk(config: HopperConfig) -> float:
     columns = max(tile.part, WGMMA_M) * (tile.rows_b // tile.part)
     flops = 2.0 * tile.rows_a * columns * tile.k
     sets = tile.sets(config.fast_accum)
-    share = PRECISE_SHARE[tile.warpgroups, sets] if sets else FAST_SHARE
+    # Of a tile that is pinned, not of the space, the least.
+    precise = PRECISE_SHARE.get((tile.warpgroups, sets), min(PRECISE_SHARE.values()))
+    share = precise if sets else FAST_SHARE
     return max(K_TILE_CLK, flops / FLOPS_PER_CLK / share)

@@ -17,6 +17,7 @@ from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.plan import run_gemm
 from cute_fp8.problem import E4M3, E8M0, Operands, batch_size, check_gemm
 from cute_fp8.scales import TILE_COLS, TILE_ROWS
+from cute_fp8.workspace import unshared
 
 #: The arguments that all three ops begin with, in order.
 _ARGUMENTS = (
@@ -48,6 +49,12 @@ def _operands(
     return Operands(codes[0], scales[0], codes[1], scales[1], bias, residual)
 
 
+def _run(*arguments: Any) -> Any:
+    """``run_gemm``, keeping nothing of whatever pool the call allocates from."""
+    with unshared():
+        return run_gemm(*arguments)
+
+
 @torch.library.custom_op(
     "cute_fp8::gemm",
     mutates_args=(),
@@ -56,7 +63,7 @@ def _operands(
 def gemm(*arguments: Any) -> Tensor:
     """``cute_fp8.gemm`` on uint8 codes; see there."""
     *tensors, activation, gated, out_dtype, fast_accum = arguments
-    y = run_gemm(_operands(*tensors), activation, out_dtype, fast_accum, gated)
+    y = _run(_operands(*tensors), activation, out_dtype, fast_accum, gated)
     assert isinstance(y, Tensor)
     return y
 
@@ -76,7 +83,7 @@ def _(*arguments: Any) -> Tensor:
 def gemm_out(*arguments: Any) -> None:
     """``cute_fp8.gemm(..., out=out)`` on uint8 codes; the output's dtype is ``out``'s."""
     *tensors, activation, gated, fast_accum, out = arguments
-    run_gemm(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum, gated)
+    _run(_operands(*tensors)._replace(out=out), activation, out.dtype, fast_accum, gated)
 
 
 @gemm_out.register_fake
@@ -91,7 +98,7 @@ def _(*arguments: Any) -> None:
 def gemm_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``gemm`` with ``out_dtype=torch.float8_e4m3fn``: uint8 codes and blocked scale bytes."""
     *tensors, activation, gated = arguments
-    codes, scales = run_gemm(_operands(*tensors), activation, E4M3, False, gated)
+    codes, scales = _run(_operands(*tensors), activation, E4M3, False, gated)
     return as_bytes(codes), as_bytes(scales)
 
 

@@ -160,7 +160,8 @@ def verify_kernel(config: Config, target: str) -> Proof:
     check_target(target)
     start = time.perf_counter()
     if not isinstance(config, GemmConfig):
-        result, details = UNSUPPORTED, "no shared memory and no barrier: nothing to check"
+        result = UNSUPPORTED
+        details = "its launch is not described" if config.smem_bytes else "no shared memory"
     else:
         # Atomics, by which parts of split-K are added up, are not modelled.
         config = replace(config, fix_up=False)

@@ -8,6 +8,10 @@ once per capture and stream, not per call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from cuda.bindings import runtime
 from torch import Tensor
@@ -26,17 +30,36 @@ _of_stream: dict[Key, Tensor] = {}
 _of_capture: dict[Key, Tensor] = {}
 
 
+_unshared: ContextVar[bool] = ContextVar("cute_fp8_unshared_workspaces", default=False)
+
+
+@contextmanager
+def unshared() -> Iterator[None]:
+    """Every launch inside has a workspace of its own, which is not kept.
+
+    For calls whose allocations someone else directs, as ``torch.compile`` does where it makes CUDA
+    graphs: it demands that nothing of its pool is kept but outputs.
+    """
+    token = _unshared.set(True)
+    try:
+        yield
+    finally:
+        _unshared.reset(token)
+
+
 def workspace(device: torch.device, words: int) -> Tensor:
     """At least ``words`` 32-bit words for a launch on the current stream of ``device``.
 
     The counters at its beginning are 0 when the launch runs.
     """
+    if _unshared.get():
+        return _new(device, words)
     index = device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     if not is_capturing():
         return _at_least(_of_stream, (index, stream, 0), device, words)
     capture = _capture_id(stream)
-    for key in [key for key in _of_capture if key[2] != capture]:
+    for key in [key for key in list(_of_capture) if key[2] != capture]:
         _of_capture.pop(key, None)
     return _at_least(_of_capture, (index, stream, capture), device, words)
 
@@ -44,11 +67,14 @@ def workspace(device: torch.device, words: int) -> Tensor:
 def _at_least(store: dict[Key, Tensor], key: Key, device: torch.device, words: int) -> Tensor:
     found = store.get(key)
     if found is None or found.numel() < words:
-        size = max(words, _LEAST_WORDS)
-        found = torch.empty(size, dtype=torch.int32, device=device)
-        found[:WORKSPACE_COUNTERS].zero_()
-        store[key] = found
+        found = store[key] = _new(device, max(words, _LEAST_WORDS))
     return found
+
+
+def _new(device: torch.device, words: int) -> Tensor:
+    made = torch.empty(words, dtype=torch.int32, device=device)
+    made[:WORKSPACE_COUNTERS].zero_()
+    return made
 
 
 def _capture_id(stream: int) -> int:

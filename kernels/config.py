@@ -148,6 +148,8 @@ class TileConfig:
             raise ValueError(
                 f"tile {self.name}: k is {self.k}, must be 64 or 128 (one swizzle row)"
             )
+        if min(self.m, self.n, self.warps_m, self.warps_n) < 1:
+            raise ValueError(f"tile {self.name}: sizes and warps must be positive")
         rules = (("m", self.warps_m), ("n", self.warps_n))
         (a, warps_a), (b, warps_b) = rules[::-1] if self.swap_ab else rules
         if self.rows_a % (warps_a * MMA_M):
@@ -176,6 +178,12 @@ class TileConfig:
         if self.mma_warps > MAX_MMA_WARPS:
             raise ValueError(
                 f"tile {self.name}: {self.mma_warps} MMA warps, must be at most {MAX_MMA_WARPS}"
+            )
+        if self.moves_registers and self.mma_warps % REGISTER_GROUP:
+            # `setmaxnreg` is one for each aligned group of four warps.
+            raise ValueError(
+                f"tile {self.name}: {self.mma_warps} MMA warps, must be at most {REGISTER_GROUP} "
+                f"or a multiple of it"
             )
         return self
 
@@ -323,6 +331,14 @@ class GemmConfig:
                 f"tile {tile.name}: split-K must have warp tiles of less than {MAX_WARP_TILE} "
                 "outputs (registers)"
             )
+        if self.epilogue.gated and tile.warp_n > STORE_COLUMNS and out_columns % STORE_COLUMNS:
+            raise ValueError(
+                f"tile {tile.name}: a warp has {tile.warp_n} channels, must have {STORE_COLUMNS} "
+                f"or a multiple of {2 * STORE_COLUMNS} for gated output"
+            )
+        if self.dynamic and self.epilogue.mx:
+            # Each CTA of the grid clears a share of the scales' padding, and not all of them run.
+            raise ValueError(f"tile {tile.name}: a dynamic schedule must have no MXFP8 output")
         if self.dynamic and (tile.pingpong or self.split_k):
             raise ValueError(
                 f"tile {tile.name}: a dynamic schedule must be cooperative, without split-K"

@@ -69,7 +69,8 @@ class SplitK:
         lane: Int32,
     ):
         """The last warp: ``acc`` becomes the sum of all parts, first to last; the counter 0."""
-        # Acquire: what the others stored before they counted themselves in.
+        # Acquire, by every lane after the one that counted: what the others stored before.
+        cute.arch.sync_warp()
         cute.arch.fence_acq_rel_gpu()
         if lane == 0:
             counter = self._counter(workspace, part, warp)
@@ -104,11 +105,12 @@ class SplitK:
     def _add(self, acc: cute.Tensor, pointer: cute.Pointer):
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.lane_words))
         for first in cutlass.range_constexpr(0, self._vectors, _AT_A_TIME):
-            read = cute.make_rmem_tensor((_VECTOR, _AT_A_TIME), Int32)
-            for i in cutlass.range_constexpr(_AT_A_TIME):
+            count = min(_AT_A_TIME, self._vectors - first)
+            read = cute.make_rmem_tensor((_VECTOR, count), Int32)
+            for i in cutlass.range_constexpr(count):
                 cute.autovec_copy(self._vector(pointer, first + i), read[None, i])
             values = cute.recast_tensor(read, Float32)
-            for i in cutlass.range_constexpr(_VECTOR * _AT_A_TIME):
+            for i in cutlass.range_constexpr(_VECTOR * count):
                 flat[_VECTOR * first + i] = flat[_VECTOR * first + i] + values[i]
             # Loads do not move over it: all at once, they would take more registers than there are.
             cute.arch.sync_warp()

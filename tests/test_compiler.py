@@ -180,6 +180,26 @@ def test_rules_of_a_kernel(change: dict[str, int], variant: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GemmConfig(TileConfig(192, 128, 64, 3, 2, 2), EpilogueConfig()), "6 MMA warps, must be"),
+        (GemmConfig(TileConfig(128, 128, 64, 0, 2, 2), EpilogueConfig()), "must be positive"),
+        (
+            GemmConfig(TileConfig(64, 96, 128, 2, 1, 2), EpilogueConfig(gated=True)),
+            "a warp has 96 channels, must have 32 or a multiple of 64 for gated output",
+        ),
+        (
+            GemmConfig(TILES["mxfp8"][0], EpilogueConfig(MX_OUT), "mxfp8", dynamic=True),
+            "a dynamic schedule must have no MXFP8 output",
+        ),
+    ],
+)
+def test_what_would_run_and_be_wrong(config: GemmConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.check()
+
+
 def test_the_smallest_tile() -> None:
     """16 rows of 64 codes are one swizzle atom."""
     assert TileConfig(16, 32, 64, warps_m=1, warps_n=1, stages=2).check()

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import cute_fp8
+from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.gating import split_gate_up
 from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations, quantize_mxfp8
+from cute_fp8.problem import Operands, check_gemm
 from cute_fp8.testing import inputs
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -130,3 +132,17 @@ def test_under_torch_compile() -> None:
     wq, sw = quantize_fp8(cute_fp8.interleave_gate_up(gate, up))
     compiled = torch.compile(cute_fp8.gemm_gated, fullgraph=True, backend="eager")
     assert torch.equal(compiled(xq, sx, wq, sw), cute_fp8.gemm_gated(xq, sx, wq, sw))
+
+
+def test_a_launcher_refuses_an_output_of_another_width() -> None:
+    """Neither its key nor its kernel knows what a gated output's width must be."""
+    x, gate, up = projections()
+    xq, sx = quantize_fp8_activations(x)
+    wq, sw = quantize_fp8(cute_fp8.interleave_gate_up(gate, up))
+    problem = check_gemm(Operands(xq, sx, wq, sw), "silu", BF16, False, gated=True)
+    launcher = object.__new__(CuteGemm)
+    launcher.problem = problem
+    good, bad = torch.empty((M, CHANNELS), dtype=BF16), torch.empty((M, 8), dtype=BF16)
+    launcher._check_out(Operands(xq, sx, wq, sw, out=good))
+    with pytest.raises(ValueError, match="for the full check to say"):
+        launcher._check_out(Operands(xq, sx, wq, sw, out=bad))

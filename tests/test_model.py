@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_fp8 import gpus, model
+from cute_fp8 import explain, gpus, model
 from cute_fp8.gpus import H200, RTX_5070_TI
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.tiles import TILES
@@ -154,3 +154,10 @@ def test_the_limit_is_what_is_busiest() -> None:
 def test_the_raster_is_the_kernels() -> None:
     source = (ROOT / "kernels" / "scheduler.py").read_text()
     assert f"RASTER_ROWS = {model.RASTER_ROWS}\n" in source
+
+
+def test_no_tokens_take_the_start_alone() -> None:
+    """Of weights larger than L2, too."""
+    for gpu in gpus.GPUS:
+        found = explain("gemm", m=0, n=28672, k=4096, gpu=gpu.name)
+        assert found.route is not None

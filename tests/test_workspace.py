@@ -78,3 +78,12 @@ def test_no_more_tiles_than_counters() -> None:
     tiles = WORKSPACE_COUNTERS // config.tile.group_warps
     assert config.max_splits(128, 128 * tiles, 4096) == 32
     assert config.max_splits(128, 128 * (tiles + 1), 4096) == 1
+
+
+def test_calls_of_ops_keep_nothing(world: World) -> None:
+    kept = workspace(CPU, 1000)
+    with module.unshared():
+        first, second = workspace(CPU, 1000), workspace(CPU, 1000)
+    assert first is not second and first is not kept
+    assert not first[:WORKSPACE_COUNTERS].any()
+    assert workspace(CPU, 1000) is kept

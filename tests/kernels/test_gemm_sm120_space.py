@@ -122,6 +122,15 @@ def test_gated(backend, variant, tile):
         assert torch.equal(y, (gate.float() * up.float()))
 
 
+def test_a_gated_output_of_the_wrong_width_is_refused_every_time(backend):
+    """Once the kernel is known, too: it could not tell."""
+    case = exact_case(16, 64, 96)
+    gated(case)
+    for width in (8, 64):
+        with pytest.raises(ValueError, match=r"^out: got shape \(16, \d+\), must be \(16, 32\)"):
+            gated(case, out=torch.empty((16, width), dtype=BF16, device="cuda"))
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
 def test_gated_activations(backend, activation):
     case = gemm_case(70, 208, 288, seed=6, bias=FP32, out_dtype=FP32)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import perf_package  # noqa: F401
 import pytest
 import torch
 from cache_fakes import load_fake

@@ -13,6 +13,8 @@ from torch import Tensor
 from cute_fp8 import sweep, tuning
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.sweep import Contender
+
+pytest.importorskip("jsonschema")
 from perf import configs, results_io
 
 PLAIN = TILES["per_token"][0].name

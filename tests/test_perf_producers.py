@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# `perf` is no package of an installation; found here without the root on `sys.path`.
-_spec = ModuleSpec("perf", None, is_package=True)
-_spec.submodule_search_locations = [str(ROOT / "perf")]
-sys.modules.setdefault("perf", importlib.util.module_from_spec(_spec))
 
 pytest.importorskip("jsonschema")
 from cute_fp8 import sweep as core  # noqa: E402

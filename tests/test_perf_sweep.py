@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +19,6 @@ import torch
 from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
-# `perf` is no package of an installation; found here without the root on `sys.path`.
-_spec = ModuleSpec("perf", None, is_package=True)
-_spec.submodule_search_locations = [str(ROOT / "perf")]
-sys.modules.setdefault("perf", importlib.util.module_from_spec(_spec))
-
 pytest.importorskip("jsonschema")
 pytest.importorskip("matplotlib")
 from cute_fp8 import sweep as core  # noqa: E402

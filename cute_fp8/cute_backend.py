@@ -60,7 +60,7 @@ class CuteGemm:
         what the kernel takes; that need not mean that the call is wrong.
         """
         p = self.problem
-        launcher = self._plain() if self._is_plain else self._with_more()
+        launcher = self._plain()
         if self.blocks is not None:
             launcher = self._blocking(launcher)
         if len(p.batch) != 1 or not (p.sx_is_vector and p.sw_is_vector):
@@ -71,6 +71,8 @@ class CuteGemm:
     def _plain(self) -> Launcher:
         """Matrices and vectors, as the kernel takes them."""
         p, kernel, ctas = self.problem, self.kernel, self.ctas
+        # Scales to write or a workspace to find: the longer way to the launch.
+        more = self.pick.splits > 1 or self.pick.config.epilogue.mx
         empty_like, contiguous = torch.empty_like, torch.contiguous_format
         # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
         template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.out_columns)
@@ -83,35 +85,15 @@ class CuteGemm:
             bias: Tensor | None,
             residual: Tensor | None,
             out: Tensor | None,
-        ) -> Tensor:
+        ) -> Tensor | tuple[Tensor, Tensor]:
             if out is None:
                 out = empty_like(template, memory_format=contiguous)
             else:
                 self._check_out(Operands(xq, sx, wq, sw, bias, residual, out))
+            if more:
+                return self._launch(xq, sx, wq, sw, bias, residual, out)
             kernel(xq, sx, wq, sw, bias, residual, out, None, None, None, ctas)
             return out
-
-        return launch
-
-    def _with_more(self) -> Launcher:
-        """The same, for a kernel that also writes scales, or needs a workspace."""
-        p = self.problem
-
-        def launch(
-            xq: Tensor,
-            sx: Tensor,
-            wq: Tensor,
-            sw: Tensor,
-            bias: Tensor | None,
-            residual: Tensor | None,
-            out: Tensor | None,
-        ) -> Tensor | tuple[Tensor, Tensor]:
-            y = out
-            if y is None:
-                y = torch.empty((p.m, p.out_columns), dtype=p.out_dtype, device=p.device)
-            else:
-                self._check_out(Operands(xq, sx, wq, sw, bias, residual, y))
-            return self._launch(xq, sx, wq, sw, bias, residual, y)
 
         return launch
 
@@ -124,10 +106,6 @@ class CuteGemm:
         check_overlap(operands)
         if not out.is_contiguous() or out.shape != (self.problem.m, self.problem.out_columns):
             raise ValueError("another shape, or rows that may overlap: for the full check to say")
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.pick.splits == 1 and not self.pick.config.epilogue.mx
 
     def _launch(self, *matrices: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Launch on matrices and vectors, the output among them."""

@@ -84,8 +84,7 @@ def _always(problem: Problem) -> str | None:
 #: In the order in which they are tried, for each of the ops.
 _GEMM = (
     Entry("gemm", "per_token", "cute", "gemm_sm120", SM120_FAMILY, _always, SM120_TARGETS),
-    # On request until its tests have passed on a Hopper GPU in its present form.
-    Entry("gemm", "per_token", "cute", "gemm_sm90", HOPPER, _always, ("sm_90a",), on_request=True),
+    Entry("gemm", "per_token", "cute", "gemm_sm90", HOPPER, _always, ("sm_90a",)),
     # It is there to run the sm_120 kernel's code on a Hopper GPU, not for speed.
     Entry("gemm", "per_token", "stand-in", "gemm_sm120", HOPPER, _always, ("sm_90a",), True),
     Entry("gemm", "per_token", "torch", "rowwise", TORCH_FP8, torch_backend.rowwise_refusal),

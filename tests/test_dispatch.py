@@ -51,7 +51,9 @@ def route_by_design(capability: Any, variant: str, n: int, epilogue: dict[str, A
         return "torch:mxfp8" if major in (10, 12) and n % 16 == 0 else "reference:gemm"
     if major == 12:
         return "cute:gemm_sm120"
-    if ((major, minor) not in ((8, 9), (9, 0)) and major != 10) or n % 16:
+    if (major, minor) == (9, 0):
+        return "cute:gemm_sm90"
+    if ((major, minor) != (8, 9) and major != 10) or n % 16:
         return "reference:gemm"
     plain = (BF16, None, None)
     if (epilogue["out_dtype"], epilogue["activation"], epilogue["residual"]) == plain:

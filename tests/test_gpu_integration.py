@@ -125,10 +125,11 @@ def test_opcheck(backend):
     case = gemm_case(16, 64, 96, seed=10, bias=torch.bfloat16)
     codes = (case.xq.view(torch.uint8), case.sx, case.wq.view(torch.uint8), case.sw)
     torch.library.opcheck(
-        torch.ops.cute_fp8.gemm, (*codes, case.bias, None, "silu", torch.bfloat16, False)
+        torch.ops.cute_fp8.gemm, (*codes, case.bias, None, "silu", False, torch.bfloat16, False)
     )
     out = torch.empty((16, 64), dtype=torch.bfloat16, device="cuda")
-    torch.library.opcheck(torch.ops.cute_fp8.gemm_out, (*codes, case.bias, None, None, False, out))
+    options = (case.bias, None, None, False, False)
+    torch.library.opcheck(torch.ops.cute_fp8.gemm_out, (*codes, *options, out))
 
 
 @pytest.mark.needs_cc(9)

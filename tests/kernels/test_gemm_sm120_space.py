@@ -200,7 +200,7 @@ def test_dependent_launch_changes_no_bit(backend, variant, tile):
     def chain() -> Tensor:
         y = replace(first, out_dtype=BF16).run()
         if variant == "per_token":
-            return replace(weights, xq=y.to(E4M3), sx=first.sx).run()
+            return replace(weights, xq=y.clamp(-448, 448).to(E4M3), sx=first.sx).run()
         xq, sx = quantize_mxfp8(y, blocked=True)
         return replace(weights, xq=xq, sx=sx).run()
 

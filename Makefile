@@ -13,7 +13,7 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo archs inspect sweep wheel clean
+.PHONY: help venv test lint format demo archs inspect verify sweep wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -60,6 +60,10 @@ inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was 
 			> perf/results/$$arch/static.new || exit 1; \
 	done
 	for arch in $(STATIC) $(ROWS); do mv perf/results/$$arch/static.new perf/results/$$arch/static.json; done
+
+verify: $(STAMP) ## prove the sm_120 GEMMs free of races, keep the verdicts
+	$(BIN)/python -m cute_fp8 verify --arch sm_120a --json > perf/results/sm_120a/verify.new
+	mv perf/results/sm_120a/verify.new perf/results/sm_120a/verify.json
 
 # Into perf/results/<gpu>/, under the names of the sets and the date; two minutes on an H200.
 sweep: $(STAMP) ## time GEMMs beside their peers on this GPU, draw them; host times too

@@ -2,10 +2,7 @@
 
     python -m cute_fp8.archs        # or: make archs
 
-Evidence is every JSON file below ``perf/results`` whose ``kind`` is one of these:
-
-* ``validation``, written by ``python -m cute_fp8 validate`` on a GPU;
-* ``inspection``, written by ``python -m cute_fp8 compile --arch TARGET --json``.
+Evidence is what ``cute_fp8/evidence.py`` finds in ``perf/results``.
 
 A kernel counts as run on an architecture if one validation on a GPU of that very compute capability
 has its tests passing (``tests/kernels/test_<kernel>*.py``), no other test failing but another
@@ -15,25 +12,19 @@ route. Natively it is *measured* if the sweep also timed it there and found the 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from cute_fp8 import predictions
 from cute_fp8.compiler import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
-from cute_fp8.environment import ROOT, commit, environment, kernel_sources
+from cute_fp8.environment import ROOT
+from cute_fp8.evidence import INSPECTION, VALIDATION, Evidence, load, sources_of, summary, where
 from cute_fp8.targets import Capability, target_of
 
-if TYPE_CHECKING:
-    from cute_fp8.inspection import Inspection
-
 ARCHS = ROOT / "ARCHS.md"
-RESULTS = ROOT / "perf" / "results"
 
 MEASURED = "measured"
 STAND_IN = "run through the stand-in"
@@ -101,35 +92,12 @@ MXFP8, scales in blocks:
 
 {evidence}
 
-*Kernel sources*: whether `kernels/` was then what it is now, whatever else has changed since.
+*Kernel sources*: whether the sources of the kernels were then what they are now, whatever else has
+changed since.
 
 To add a GPU: run `python -m cute_fp8 validate` on it, from a checkout, and send the file that it
 writes to the project's issue tracker. It goes to `perf/results/<gpu>/`, and `make archs` reads it.
 """
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """One evidence file: its path below ``perf/results``, and what it holds."""
-
-    name: str
-    data: dict[str, Any]
-
-    def about(self) -> tuple[str, ...]:
-        """What it says something about; newer evidence about the same takes its place."""
-        if self.data["kind"] == "validation":
-            meta = self.get("meta", dict)
-            return "validation", str(meta.get("gpu")), str(self.data.get("backend"))
-        return "inspection", *sorted({i["target"] for i in self.get("inspections", list)})
-
-    def date(self) -> str:
-        """ISO date, empty if it has none."""
-        return str(self.get("meta", dict).get("date", ""))
-
-    def get(self, key: str, kind: type) -> Any:
-        """A value of the expected kind, or an empty one: files come from strangers, too."""
-        value = self.data.get(key)
-        return value if isinstance(value, kind) else kind()
 
 
 @dataclass(frozen=True)
@@ -146,24 +114,6 @@ class Row:
             variant = "per token"
         label = f"{self.op}, {variant}"
         return label if self.kernel is None else f"{label}: `{self.kernel}`"
-
-
-def load(folder: Path = RESULTS) -> list[Evidence]:
-    """The evidence below ``folder``: of each GPU, and of each target, the newest.
-
-    A quick validation is a first look, and none.
-    """
-    found: dict[tuple[str, ...], Evidence] = {}
-    for path in sorted(folder.rglob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.get("quick"):
-            continue
-        if data.get("kind") in ("validation", "inspection"):
-            evidence = Evidence(path.relative_to(folder).as_posix(), data)
-            about = evidence.about()
-            if about not in found or found[about].date() <= evidence.date():
-                found[about] = evidence
-    return sorted(found.values(), key=lambda evidence: evidence.name)
 
 
 def rows(table: Sequence[Entry] = TABLE) -> list[Row]:
@@ -203,14 +153,21 @@ def cell(
     if not native:
         # A stand-in that nothing has run is no more than a wish.
         return f"falls back to {_fallback(row, serving)}"
-    inspected = any(is_inspected(e, entry, capability) for entry in native for e in evidence)
-    return INSPECTED if inspected else NO_EVIDENCE
+    for entry in native:
+        if which := [e for e in evidence if is_inspected(e, entry, capability)]:
+            return INSPECTED + _age(which, entry)
+    return NO_EVIDENCE
 
 
 class Found(NamedTuple):
     """That there is a validation, and what is to be said of it."""
 
     suffix: str
+
+
+def _age(which: Iterable[Evidence], entry: Entry) -> str:
+    """What is to be said of evidence about earlier sources of an entry's kernel."""
+    return "" if any(e.is_current(entry.kernel) for e in which) else EARLIER
 
 
 def _validated(
@@ -220,19 +177,14 @@ def _validated(
     which = [e for e in evidence if is_validated(e, entry, capability, kernels)]
     if not which:
         return None
-    return Found("" if any(map(is_current, which)) else EARLIER)
-
-
-def is_current(evidence: Evidence) -> bool:
-    """Whether it is about the kernel sources of this tree."""
-    return evidence.get("meta", dict).get("kernels") == kernel_sources()
+    return Found(_age(which, entry))
 
 
 def is_validated(
     evidence: Evidence, entry: Entry, capability: Capability, kernels: set[str]
 ) -> bool:
     """Whether a validation ran an entry's kernel on such a GPU, and everything about it passed."""
-    if evidence.data.get("kind") != "validation":
+    if evidence.data.get("kind") != VALIDATION:
         return False
     if any(part in evidence.get("errors", dict) for part in CRUCIAL):
         return False
@@ -250,7 +202,7 @@ def is_validated(
         return False
     if entry.op not in CHECKED_OPS:
         # Tests alone speak for it: those of this tree.
-        return is_current(evidence)
+        return evidence.is_current(entry.kernel)
     taken = {"op": entry.op, "variant": entry.variant, "route": entry.name}
     return taken in evidence.get("covers", list)
 
@@ -258,7 +210,7 @@ def is_validated(
 def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bool:
     """Whether all shipped kernels of an entry, compiled for the GPU's target, passed the gates."""
     target = target_of(capability)
-    if evidence.data.get("kind") != "inspection" or target not in entry.targets:
+    if evidence.data.get("kind") != INSPECTION or target not in entry.targets:
         return False
     found = {
         inspection["kernel"]: not inspection["failures"]
@@ -296,7 +248,7 @@ def render(evidence: Sequence[Evidence] | None = None, table: Sequence[Entry] = 
     matrix += list(_outside(table))
     listed = [("file", "on", "kernel sources", "found")]
     listed += [
-        (f"[{e.name}](perf/results/{e.name})", _where(e), sources_of(e), summary(e))
+        (f"[{e.name}](perf/results/{e.name})", where(e), sources_of(e), summary(e))
         for e in evidence
     ]
     return TEXT.format(
@@ -305,51 +257,6 @@ def render(evidence: Sequence[Evidence] | None = None, table: Sequence[Entry] = 
         predicted_mxfp8=_markdown([*predictions.rows("mxfp8")]),
         evidence=_markdown(listed),
     )
-
-
-def sources_of(evidence: Evidence) -> str:
-    """Whether evidence is about the kernel sources of this tree, in a word or two."""
-    had = evidence.get("meta", dict).get("kernels")
-    if had is None:
-        return "not recorded"
-    return "these" if is_current(evidence) else "others"
-
-
-def summary(evidence: Evidence) -> str:
-    """One evidence file's outcome, in words."""
-    if evidence.data["kind"] == "inspection":
-        found = evidence.get("inspections", list)
-        bad = sum(bool(inspection["failures"]) for inspection in found)
-        outcome = f"{bad} fail a gate" if bad else "all gates pass"
-        return f"{len(found)} kernels, {outcome}"
-    tests = evidence.get("tests", dict).values()
-    passed, failed = (
-        sum(counts.get(name, 0) for counts in tests for name in names)
-        for names in (("passed",), ("failed", "error"))
-    )
-    parts = [f"{evidence.data.get('backend')}: {passed} tests passed, {failed} failed"]
-    tier = evidence.get("tier", list)
-    if tier:
-        parts.append(f"{sum(bool(check['passed']) for check in tier)} of {len(tier)} tier checks")
-    timed = sum("us" in timing for timing in evidence.get("rows", list))
-    if timed:
-        parts.append(f"{timed} timings")
-    tools = {name: tool.get("clean") for name, tool in evidence.get("sanitizer", dict).items()}
-    for word, clean in (("clean", True), ("with findings", False)):
-        if names := [name for name, value in tools.items() if value is clean]:
-            parts.append(f"{', '.join(names)} {word}")
-    if errors := evidence.get("errors", dict):
-        parts.append(f"broke off in: {', '.join(errors)}")
-    return "; ".join(parts)
-
-
-def inspection_evidence(found: Iterable[Inspection]) -> dict[str, Any]:
-    """What ``compile --json`` prints: an evidence file."""
-    facts = environment()
-    meta = {name: facts[name] for name in ("dsl", "cute_fp8", "kernels")}
-    meta |= {"commit": commit(), "date": date.today().isoformat()}
-    inspections = [{**i.as_dict(), "seconds": round(i.seconds, 1)} for i in found]
-    return {"kind": "inspection", "meta": meta, "inspections": inspections}
 
 
 def main() -> int:
@@ -388,20 +295,6 @@ def _outside(table: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
     """Rows for what the dispatch table has no entry for yet."""
     if not any(entry.op.startswith("quantize") for entry in table):
         yield ("quantisers", *("falls back to the reference" for _ in COLUMNS))
-
-
-def _where(evidence: Evidence) -> str:
-    meta = evidence.get("meta", dict)
-    if evidence.data["kind"] == "inspection":
-        targets = dict.fromkeys(i["target"] for i in evidence.get("inspections", list))
-        parts = [f"compiled for {', '.join(targets)}", f"DSL {meta.get('dsl')}"]
-    else:
-        parts = [
-            f"{meta.get('gpu')} ({meta.get('capability')})",
-            *(f"{name} {meta.get(name)}" for name in ("driver", "torch")),
-            f"DSL {meta.get('dsl')}",
-        ]
-    return ", ".join([*parts, f"commit {meta.get('commit')}", str(meta.get("date"))])
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,7 +153,7 @@ def _autotune(options: argparse.Namespace) -> int:
 
 def _compile(options: argparse.Namespace) -> int:
     from cute_fp8 import compiler
-    from cute_fp8.archs import inspection_evidence
+    from cute_fp8.evidence import inspection_evidence
     from cute_fp8.inspection import inspect_kernels
     from cute_fp8.tables import inspection_table, print_table, track
 
@@ -170,15 +169,16 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from cute_fp8 import compiler, verify
+    from cute_fp8 import verify
+    from cute_fp8.evidence import verification_evidence
     from cute_fp8.tables import print_table, proof_table, track
 
     for arch in options.arch:
         check_target(arch)  # before a progress bar is drawn
-    total = sum(len(compiler.shipped_configs(options.ops, arch)) for arch in options.arch)
+    total = len(options.arch) * len(verify.verified_configs(options.ops))
     proofs = list(track(verify.verify_kernels(options.arch, options.ops), "verifying", total))
     if options.json:
-        print(json.dumps([asdict(proof) for proof in proofs], indent=2))
+        print(json.dumps(verification_evidence(proofs), indent=2))
     else:
         print_table(proof_table(proofs))
     for proof in proofs:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import wheels
-from cute_fp8.cache_key import digest_of_sources
+from cute_fp8 import kernel_sources, wheels
 from cute_fp8.targets import capability_of_device, target_of
 
 #: A source checkout's root; in an installed package a folder without our tests.
@@ -38,7 +37,7 @@ def environment() -> dict[str, str]:
     facts = {
         "cute_fp8": cute_fp8.__version__,
         "torch": torch.__version__,
-        "kernels": kernel_sources(),
+        "kernels": kernel_sources.as_line(),
         "dsl": wheels.version(wheels.FAMILY),
         "python": platform.python_version(),
     }
@@ -49,11 +48,6 @@ def environment() -> dict[str, str]:
     facts["capability"] = "{}.{}".format(*torch.cuda.get_device_capability()) if here else "none"
     facts["driver"] = driver()
     return facts
-
-
-def kernel_sources() -> str:
-    """What tells kernel sources from others: the head of their digest."""
-    return digest_of_sources()[:12]
 
 
 def gpus() -> list[str]:

@@ -22,6 +22,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ MARKERS = "gpu or needs_cc"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: GPU memory that one process of the tests may need.
 BYTES_PER_WORKER = 4 << 30
-MOST_WORKERS = 8
+MOST_WORKERS = 14
 #: Outcomes by the names of JUnit's elements.
 OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 #: Failures that are kept in words.
@@ -121,10 +122,7 @@ def steps(data: Data, uses: list[sweep.Use], quick: bool, sanitize: bool) -> Ste
     if not quick and uses[0][0] in ("cute", "stand-in"):
         todo["host_us"] = ("host time of a call", lambda: host_times(uses[0][0]))
     if sanitize:
-        todo["sanitizer"] = (
-            "compute-sanitizer",
-            lambda: {tool: run_sanitizer(tool) for tool in TOOLS},
-        )
+        todo["sanitizer"] = ("compute-sanitizer", run_sanitizers)
     return todo
 
 
@@ -226,10 +224,10 @@ def pytest_command(report: Path, quick: bool, processes: int) -> list[str]:
 
 
 def workers() -> int:
-    """As many test processes as CPUs and the GPU's free memory have room for."""
+    """As many test processes as CPUs, busy with compiling, and the GPU's memory have room for."""
     free, _ = torch.cuda.mem_get_info()
     cpus = len(os.sched_getaffinity(0))
-    return max(1, min(MOST_WORKERS, cpus // 2, free // BYTES_PER_WORKER))
+    return max(1, min(MOST_WORKERS, cpus - 2, free // BYTES_PER_WORKER))
 
 
 def parse_junit(text: str) -> tuple[dict[str, dict[str, int]], list[str]]:
@@ -248,6 +246,12 @@ def parse_junit(text: str) -> tuple[dict[str, dict[str, int]], list[str]]:
             why = (mark.get("message") or "").strip().splitlines() or [""]
             failures.append(f"{module}::{case.get('name')}: {why[0][:200]}")
     return {module: dict(count) for module, count in sorted(counts.items())}, failures
+
+
+def run_sanitizers() -> dict[str, dict[str, Any]]:
+    """All tools, at the same time: each is busy on one CPU."""
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        return dict(zip(TOOLS, pool.map(run_sanitizer, TOOLS), strict=True))
 
 
 def run_sanitizer(tool: str) -> dict[str, Any]:

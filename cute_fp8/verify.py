@@ -9,6 +9,7 @@ next tile's loads take part; a tail in M and in K.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -42,6 +43,7 @@ class Proof:
     Attributes:
         result: the verifier's word; only ``race_free`` is a pass. ``unsupported`` is no proof.
         details: its diagnostics, in short.
+        ptx: the head of the digest of what was checked; empty if nothing was.
     """
 
     kernel: str
@@ -49,6 +51,7 @@ class Proof:
     result: str
     seconds: float
     details: str = ""
+    ptx: str = ""
 
     @property
     def proved(self) -> bool:
@@ -158,15 +161,17 @@ def verify_kernel(config: Config, target: str) -> Proof:
         RuntimeError: the DSL or the verifier is missing or fails.
     """
     check_target(target)
-    start = time.perf_counter()
+    start, digest = time.perf_counter(), ""
     if not isinstance(config, GemmConfig):
         result = UNSUPPORTED
         details = "its launch is not described" if config.smem_bytes else "no shared memory"
     else:
         # Atomics, by which parts of split-K are added up, are not modelled.
         config = replace(config, fix_up=False)
-        result, details = check_ptx(build_ptx(config, target), launch_of(config))
-    return Proof(config.name, target, result, time.perf_counter() - start, details)
+        ptx = build_ptx(config, target)
+        digest = hashlib.sha256(ptx.encode()).hexdigest()[:12]
+        result, details = check_ptx(ptx, launch_of(config))
+    return Proof(config.name, target, result, time.perf_counter() - start, details, digest)
 
 
 def _entry(ptx: str) -> tuple[str, list[int]]:

@@ -14,16 +14,18 @@ blocks of 8, a piece of gate and the piece of up beside it become one of output.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 from .config import MX_BLOCK, PIECE, STORE_COLUMNS, EpilogueConfig, TileConfig
-from .config_sm90 import WarpShare
 from .mx_output import pack_pairs, quantize_block, scale_offset
 from .pieces import pair_words, transpose_pieces, transpose_planes
+
+if TYPE_CHECKING:
+    from .config_sm90 import WarpShare
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 #: Pieces that are stored together, one by each lane of a quad.

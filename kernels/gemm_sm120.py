@@ -35,7 +35,7 @@ The bare-mbarrier style, and the warp sync before a stage's release, follow gau-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
@@ -56,7 +56,6 @@ from .config import (
     WARP_SIZE,
     GemmConfig,
 )
-from .configs import AnyGemm
 from .epilogue import DTYPES, Epilogue, EpilogueOperands
 from .mainloop import Mainloop
 from .mma import Instruction
@@ -66,6 +65,9 @@ from .ring import Loads, Ring, advance, make_ring, skip
 from .scheduler import Scheduler, Work
 from .smem import tma_load, tma_load_atom
 from .split_k import SplitK
+
+if TYPE_CHECKING:
+    from .configs import AnyGemm
 
 
 class GemmSm120:

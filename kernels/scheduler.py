@@ -15,14 +15,16 @@ A unit is an output tile, or with split-K one part of its k-tiles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cutlass_dsl import select_
 
 from .barriers import wait
-from .configs import AnyGemm
+
+if TYPE_CHECKING:
+    from .configs import AnyGemm
 
 #: Tile rows that advance together. A wave of CTAs then touches a near-square patch of the output,
 #: so that both operands' tiles are found in L2.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import archs, cache_key, compiler, environment
+from cute_fp8 import archs, compiler, environment, kernel_sources
 from cute_fp8.archs import (
     COLUMNS,
     EARLIER,
@@ -18,7 +18,6 @@ from cute_fp8.archs import (
     MEASURED,
     NO_EVIDENCE,
     STAND_IN,
-    Evidence,
     Row,
     cell,
     is_validated,
@@ -27,7 +26,13 @@ from cute_fp8.archs import (
     rows,
 )
 from cute_fp8.dispatch import TABLE, Entry, _always
-from cute_fp8.environment import kernel_sources
+from cute_fp8.evidence import (
+    RESULTS,
+    Evidence,
+    inspection_evidence,
+    load,
+    verification_evidence,
+)
 from cute_fp8.inspection import inspect_kernel
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.tiles import TILES
@@ -40,13 +45,16 @@ OTHER = Entry("gemm", "mxfp8", "reference", "gemm", None, _always)
 MADE_UP = (NATIVE, ASIDE, TORCH, REFERENCE, OTHER)
 ROW = Row("gemm", "per_token", "gemm_x")
 
+#: What the made-up kernel's sources are in this tree, and were earlier.
+HERE = "gemm_x=0123456789ab gemm_h=0 rows=0"
+BEFORE = "gemm_x=ba9876543210"
 GOOD: dict[str, Any] = {
     "kind": "validation",
     "meta": {
         "gpu": "NVIDIA GeForce RTX 5090",
         "capability": "12.0",
         "date": "2027-01-01",
-        "kernels": kernel_sources(),
+        "kernels": HERE,
     },
     "backend": "cute",
     "tests": {
@@ -64,6 +72,16 @@ GOOD: dict[str, Any] = {
 }
 
 
+REAL = kernel_sources.digests()
+
+
+@pytest.fixture(autouse=True)
+def made_up_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up kernels have sources, too."""
+    here = kernel_sources.recorded(HERE)
+    monkeypatch.setattr(kernel_sources, "digests", lambda: {**REAL, **here})
+
+
 def validation(**changes: Any) -> Evidence:
     """The good one, with parts replaced."""
     return Evidence("made/up.json", {**copy.deepcopy(GOOD), **changes})
@@ -72,7 +90,7 @@ def validation(**changes: Any) -> Evidence:
 def hopper(**changes: Any) -> Evidence:
     """The same tests on an H200, through the stand-in."""
     covers = [{"op": "gemm", "variant": "per_token", "route": "stand-in:gemm_x"}]
-    meta = {"gpu": "NVIDIA H200", "capability": "9.0", "kernels": kernel_sources()}
+    meta = {"gpu": "NVIDIA H200", "capability": "9.0", "kernels": HERE}
     changes = {"meta": meta, "backend": "stand-in", "covers": covers, "rows": [], **changes}
     return validation(**changes)
 
@@ -80,7 +98,8 @@ def hopper(**changes: Any) -> Evidence:
 def inspection(*failures: str, target: str = "sm_120a", kernel: str = "gemm_per_token-a") -> Any:
     """One kernel of machine code."""
     found = [{"kernel": kernel, "target": target, "failures": list(failures)}]
-    return Evidence(f"{target}/static.json", {"kind": "inspection", "inspections": found})
+    data = {"kind": "inspection", "meta": {"kernels": HERE}, "inspections": found}
+    return Evidence(f"{target}/static.json", data)
 
 
 def look(capability: Any, *evidence: Evidence, row: Row = ROW) -> str:
@@ -96,7 +115,7 @@ def test_archs_md_is_up_to_date() -> None:
 
 def test_every_cell_says_one_of_four_things() -> None:
     """A kernel that nothing is shown of must not be committed."""
-    evidence = archs.load()
+    evidence = load()
     for row in rows():
         for name, capability in COLUMNS:
             found = cell(row, capability, evidence)
@@ -108,7 +127,7 @@ def test_every_cell_says_one_of_four_things() -> None:
 
 @pytest.mark.parametrize("target", ["sm_120a", "sm_121a", "sm_90a"])
 def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
-    file = archs.RESULTS / target / "static.json"
+    file = RESULTS / target / "static.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     found = {i["kernel"] for i in data["inspections"] if i["target"] == target}
     shipped = {config.name for config in compiler.shipped_configs(target=target)}
@@ -117,7 +136,7 @@ def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
 
 def test_main_loops_are_as_lean_as_recorded() -> None:
     """Of a tile of each kind, within 5 % of what the committed inspection found."""
-    data = json.loads((archs.RESULTS / "sm_120a" / "static.json").read_text(encoding="utf-8"))
+    data = json.loads((RESULTS / "sm_120a" / "static.json").read_text(encoding="utf-8"))
     recorded = {i["kernel"]: i["code"]["others_per_mma"] for i in data["inspections"]}
     for variant, tiles in TILES.items():
         for tile in (tiles[0], tiles[2], tiles[3], tiles[10]):
@@ -178,7 +197,7 @@ def test_one_good_validation_is_enough() -> None:
 
 
 def test_a_measurement_holds_for_its_own_architecture_only() -> None:
-    spark = validation(meta={"capability": "12.1", "kernels": kernel_sources()})
+    spark = validation(meta={"capability": "12.1", "kernels": HERE})
     for capability, expected in (((12, 0), NO_EVIDENCE), ((12, 1), MEASURED)):
         assert look(capability, spark) == expected
 
@@ -207,6 +226,8 @@ def test_inspection() -> None:
         inspection(kernel="gemm_per_tokenish-a"),
     ):
         assert look((12, 0), no_evidence) == NO_EVIDENCE
+    old = Evidence("old.json", {**inspection().data, "meta": {"kernels": BEFORE}})
+    assert look((12, 0), old) == INSPECTED + EARLIER
 
 
 def test_fallbacks() -> None:
@@ -267,7 +288,7 @@ def test_load_takes_evidence_and_nothing_else(tmp_path: Path) -> None:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(data))
-    assert [e.name for e in archs.load(tmp_path)] == ["a/static.json", "b/validation.json"]
+    assert [e.name for e in load(tmp_path)] == ["a/static.json", "b/validation.json"]
 
 
 def test_render() -> None:
@@ -288,12 +309,14 @@ def test_render() -> None:
 
 
 def test_evidence_of_other_kernel_sources_says_so() -> None:
-    here = environment.kernel_sources()
     meta = {key: value for key, value in GOOD["meta"].items() if key != "kernels"}
     for changes, word, suffix in (
         ({}, "not recorded", EARLIER),
-        ({"kernels": here}, "these", ""),
-        ({"kernels": f"{here[:-1]}x"}, "others", EARLIER),
+        ({"kernels": HERE}, "these", ""),
+        ({"kernels": BEFORE}, "others", EARLIER),
+        ({"kernels": "0123456789ab"}, "others", EARLIER),
+        ({"kernels": f"{HERE} gemm_y=0"}, "these, but of gemm_y", ""),
+        ({"kernels": f"{BEFORE} relayout={REAL['relayout']}"}, "these, but of gemm_x", EARLIER),
     ):
         evidence = validation(meta={**meta, **changes})
         text = render([evidence], MADE_UP)
@@ -305,16 +328,18 @@ def test_evidence_of_other_kernel_sources_says_so() -> None:
 def test_an_op_of_which_only_tests_speak_is_shown_by_those_of_this_tree() -> None:
     table = (replace(MADE_UP[0], op="another"),)
     row = replace(ROW, op="another")
-    old = validation(meta={**GOOD["meta"], "kernels": "0123456789ab"})
+    old = validation(meta={**GOOD["meta"], "kernels": BEFORE})
     assert not is_validated(old, table[0], (12, 0), {"gemm_x"})
     assert is_validated(validation(), table[0], (12, 0), {"gemm_x"})
     assert cell(row, (12, 0), [old], table) == NO_EVIDENCE
 
 
 def test_new_evidence_records_its_kernel_sources() -> None:
-    recorded = archs.inspection_evidence([])["meta"]["kernels"]
-    assert recorded == environment.environment()["kernels"] == environment.kernel_sources()
-    assert cache_key.digest_of_sources().startswith(recorded)
+    for made in (inspection_evidence([]), verification_evidence([])):
+        assert made["meta"]["kernels"] == environment.environment()["kernels"]
+        found = Evidence("made/up.json", made).kernels()
+        assert {"gemm_sm120", "gemm_sm90", "relayout", "row_quantize"} <= found.keys()
+        assert all(found.values())
 
 
 def test_the_real_table_has_a_row_for_every_kernel() -> None:

@@ -21,8 +21,8 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[1]
 pytest.importorskip("jsonschema")
 pytest.importorskip("matplotlib")
+from cute_fp8 import kernel_sources  # noqa: E402
 from cute_fp8 import sweep as core  # noqa: E402
-from cute_fp8.environment import kernel_sources  # noqa: E402
 from perf import compare, gemm_problem, measure, plot, quack_peer, report, shapes, sweep  # noqa: E402
 from perf.operands import Operands  # noqa: E402
 from perf.results_io import Partial, load, save, schema_errors  # noqa: E402
@@ -60,7 +60,7 @@ def test_a_dry_run_says_so_and_keeps_to_the_schema(result: dict[str, Any]) -> No
     assert schema_errors(result) == []
     assert result["meta"]["gpu"] == "dry run"
     assert set(result["meta"]["first_calls"]) >= {"cute_fp8", "torch_bf16"}
-    assert result["meta"]["kernels"] == kernel_sources()
+    assert result["meta"]["kernels"] == kernel_sources.as_line()
     found = report.by_shape(result["rows"])
     assert len(found) == 4 * 2 * 2
     for (_, variant, *_), rows in found.items():

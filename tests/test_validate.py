@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_fp8 import archs, cli, sweep, validate
+from cute_fp8 import archs, cli, kernel_sources, sweep, validate
 from cute_fp8.dispatch import TABLE
-from cute_fp8.environment import kernel_sources
+from cute_fp8.evidence import load
 
 JUNIT = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites name="pytest tests"><testsuite name="pytest" tests="6">
@@ -214,7 +214,7 @@ def test_lines() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A made-up RTX 5090 whose tests, tier and sweep go well; the working folder is returned."""
     facts = {"gpu": "NVIDIA GeForce RTX 5090", "capability": "12.0", "driver": "1", "torch": "2"}
-    facts["kernels"] = kernel_sources()
+    facts["kernels"] = kernel_sources.as_line()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(validate, "obstacle", lambda: None)
     monkeypatch.setattr(validate, "environment", lambda: dict(facts))
@@ -237,7 +237,7 @@ def test_a_run_is_evidence(gpu: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert data["backend"] == "cute"
     assert data["meta"]["read_gbps"] == 1700.0 and data["meta"]["capability"] == "12.0"
     assert data["sanitizer"].keys() == set(validate.TOOLS)
-    (evidence,) = archs.load(gpu)
+    (evidence,) = load(gpu)
     row = archs.Row("gemm", "per_token", "gemm_sm120")
     assert archs.cell(row, (12, 0), [evidence]) == archs.MEASURED
     out = capsys.readouterr().out
@@ -247,7 +247,7 @@ def test_a_run_is_evidence(gpu: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_quick_run_is_a_first_look(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate.run("look.json", quick=True) == 0
-    assert archs.load(gpu) == []
+    assert load(gpu) == []
     data = json.loads((gpu / "look.json").read_text())
     assert data["quick"] and "host_us" not in data and "sanitizer" not in data
     assert "without --quick" in capsys.readouterr().out.splitlines()[-1]
@@ -267,7 +267,7 @@ def test_a_step_that_breaks_off(
     data = json.loads((gpu / "x.json").read_text())
     assert data["errors"] == {"tier": "RuntimeError: CUDA error: an illegal memory access"}
     assert data["passed"] is False and data["covers"] == [] and data["rows"]
-    assert archs.cell(archs.Row("gemm", "per_token", "gemm_sm120"), (12, 0), archs.load(gpu)) in (
+    assert archs.cell(archs.Row("gemm", "per_token", "gemm_sm120"), (12, 0), load(gpu)) in (
         archs.NO_EVIDENCE,
         archs.INSPECTED,
     )

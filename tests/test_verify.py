@@ -139,7 +139,10 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     command = ["verify", "--arch", "sm_120a", "--json", "--ops"]
     assert cli.main([*command, "gemm_per_token-64x64x128_s6_w2x2-*"]) == 0
     captured = capsys.readouterr()
-    assert [proof["result"] for proof in json.loads(captured.out)] == ["race_free", "unsupported"]
+    assert [proof["result"] for proof in json.loads(captured.out)["proofs"]] == [
+        "race_free",
+        "unsupported",
+    ]
     name = "gemm_per_token-64x64x128_s6_w2x2-bfloat16-split"
     assert f"not proved: sm_120a {name}: unsupported, why" in captured.err.splitlines()
     assert cli.main([*command, "gemm_mxfp8-64x64x128_*"]) == 1

@@ -9,6 +9,7 @@ call. The file is evidence for ARCHS.md: see ``cute_fp8/archs.py``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import sweep
+from cute_fp8 import cache, sweep
 from cute_fp8.archs import CRUCIAL
 from cute_fp8.environment import ROOT, commit, environment, nvidia_smi
 
@@ -273,9 +274,17 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
 
 
 def _variables() -> dict[str, str]:
-    """The environment of a process that imports this checkout."""
+    """The environment of a process that imports this checkout. What one compiles, the others
+    find on disk, for as long as this process lasts.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    return {cache.VARIABLE: _compiled().name, **os.environ, "PYTHONPATH": path}
+
+
+@functools.cache
+def _compiled() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="cute_fp8_")
 
 
 # -------------------------------------------------------------------------------------- measures

@@ -109,8 +109,10 @@ def test_run_tests_reads_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
         (report,) = [a.partition("=")[2] for a in command if a.startswith("--junitxml=")]
         Path(report).write_text(JUNIT, encoding="utf-8")
         assert options["env"]["PYTHONPATH"].startswith(str(validate.ROOT))
+        assert Path(options["env"]["CUTE_FP8_CACHE_DIR"]).is_dir()
         return subprocess.CompletedProcess(command, 1)
 
+    monkeypatch.delenv("CUTE_FP8_CACHE_DIR", raising=False)
     monkeypatch.setattr(validate, "workers", lambda: 1)
     monkeypatch.setattr(validate.subprocess, "run", run)
     data: dict[str, Any] = {}

@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--sanitize", action="store_true", help="also run compute-sanitizer, if it is installed"
     )
+    validate.add_argument(
+        "--reports", nargs="+", metavar="XML", help="tests that ran already, by pytest --junitxml"
+    )
     validate.set_defaults(run=_validate)
 
     verify = commands.add_parser("verify", help="prove kernels free of races and deadlocks")
@@ -199,7 +202,7 @@ def report_failures(found: Iterable[Inspection]) -> int:
 def _validate(options: argparse.Namespace) -> int:
     from cute_fp8.validate import run
 
-    return run(options.out, quick=options.quick, sanitize=options.sanitize)
+    return run(options.out, quick=options.quick, sanitize=options.sanitize, reports=options.reports)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -93,13 +93,15 @@ def _gpu_identity() -> str:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit of the source tree, if git or the variable ``GIT_COMMIT`` knows it."""
+    """The commit of the source tree, by the variable ``GIT_COMMIT`` or by git."""
+    if named := os.environ.get("GIT_COMMIT"):
+        return named
     if shutil.which("git") is not None and (root / ".git").exists():
         command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return done.stdout.strip()
-    return os.environ.get("GIT_COMMIT", "unknown")
+    return "unknown"
 
 
 # --------------------------------------------------------------------------- driver and toolkits

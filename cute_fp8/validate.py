@@ -1,6 +1,6 @@
 """Run all that needs a GPU on the one at hand, and write one file that says how it went.
 
-    python -m cute_fp8 validate [--out FILE] [--quick] [--sanitize]
+    python -m cute_fp8 validate [--out FILE] [--quick] [--sanitize] [--reports XML ...]
 
 The GPU tests that this GPU can run (natively on sm_120; on a Hopper GPU the same tests, through the
 stand-in), the near-lossless tier through our routes, a short sweep beside torch, the host time of a
@@ -9,20 +9,16 @@ call. The file is evidence for ARCHS.md: see ``cute_fp8/archs.py``.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
-import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -30,39 +26,38 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import cache, sweep
+from cute_fp8 import gpu_tests, sweep
 from cute_fp8.archs import CRUCIAL
 from cute_fp8.environment import ROOT, commit, environment, nvidia_smi
+from cute_fp8.gpu_tests import Data, child_variables
 
-#: What a test of a GPU is marked with; see ``tests/conftest.py``.
-MARKERS = "gpu or needs_cc"
 TOOLS = ("memcheck", "racecheck", "synccheck")
-#: GPU memory that one process of the tests may need.
-BYTES_PER_WORKER = 4 << 30
-MOST_WORKERS = 14
-#: Outcomes by the names of JUnit's elements.
-OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
-#: Failures that are kept in words.
-KEPT_FAILURES = 40
-
-Data = dict[str, Any]
 #: By the key of the file that it fills: what a step is, in words, and its function.
 Steps = dict[str, tuple[str, Callable[[], Any]]]
 
 
-def run(out: str | None = None, *, quick: bool = False, sanitize: bool = False) -> int:
+def run(
+    out: str | None = None,
+    *,
+    quick: bool = False,
+    sanitize: bool = False,
+    reports: Sequence[str] | None = None,
+) -> int:
     """Validate, and write the file.
 
     Args:
         out: its path; by default ``cute_fp8-validation-<gpu>-<date>.json`` in the working folder.
         quick: a first look: no slow tests, three shapes, no host time. Not taken as evidence.
         sanitize: also run compute-sanitizer's tools.
+        reports: what ``pytest --junitxml`` wrote of the GPU tests, in any number of parts, on such
+            a GPU; then no tests are run. What a report says of kernels that were others then is
+            left out; of a test that is in several the last counts.
 
     Returns:
         0 if everything passed, 1 if not, 2 if it cannot run here.
 
     Raises:
-        ValueError: ``out`` is in no folder.
+        ValueError: ``out`` is in no folder; a report is of something else.
     """
     reason = obstacle()
     if reason is not None:
@@ -78,7 +73,10 @@ def run(out: str | None = None, *, quick: bool = False, sanitize: bool = False) 
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--out: got {out}, must be in a folder that exists")
     print(f"{meta['gpu']} ({meta['capability']}): {', '.join(' '.join(use) for use in uses)}")
-    perform(data, steps(data, uses, quick, sanitize), path)
+    ran = (
+        None if reports is None else gpu_tests.outcomes(data, gpu_tests.read_reports(reports, meta))
+    )
+    perform(data, steps(data, uses, quick, sanitize, ran), path)
     missed = data["missed"] = misses(data)
     data["passed"] = not missed
     data["covers"] = covers(data)
@@ -111,11 +109,20 @@ def obstacle() -> str | None:
     return None
 
 
-def steps(data: Data, uses: list[sweep.Use], quick: bool, sanitize: bool) -> Steps:
-    """What is done, in order."""
+def steps(
+    data: Data,
+    uses: list[sweep.Use],
+    quick: bool,
+    sanitize: bool,
+    ran: dict[str, dict[str, int]] | None = None,
+) -> Steps:
+    """What is done, in order; ``ran``: the outcome of the tests, if it is known."""
     shapes = sweep.QUICK_SHAPES if quick else sweep.SHAPES
     todo: Steps = {
-        "tests": ("the GPU tests", lambda: run_tests(data, quick)),
+        "tests": (
+            "the GPU tests",
+            lambda: gpu_tests.run_tests(data, quick) if ran is None else ran,
+        ),
         "tier": ("the near-lossless tier", lambda: noted(sweep.tier(uses), tier_line)),
         "meta": ("bandwidth and clocks", lambda: {**data["meta"], **machine_facts()}),
         "rows": ("GEMMs beside torch", lambda: noted(sweep.sweep(uses, shapes), row_line)),
@@ -192,61 +199,7 @@ def write(path: Path, data: Data) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------------- tests
-
-
-def run_tests(data: Data, quick: bool) -> dict[str, dict[str, int]]:
-    """The outcome of the GPU tests, counted per module; failures in words go to ``data``.
-
-    Raises:
-        RuntimeError: pytest did not get as far as a report.
-    """
-    with tempfile.TemporaryDirectory(prefix="cute_fp8_") as folder:
-        report = Path(folder) / "report.xml"
-        command = pytest_command(report, quick, workers())
-        done = subprocess.run(command, cwd=ROOT, env=_variables(), check=False)
-        if not report.is_file():
-            raise RuntimeError(f"pytest ended with status {done.returncode} and no report")
-        if done.returncode not in (0, 1):
-            raise RuntimeError(f"pytest broke off with status {done.returncode}")
-        counts, failures = parse_junit(report.read_text(encoding="utf-8"))
-    if failures:
-        data["failures"] = failures[:KEPT_FAILURES]
-    return counts
-
-
-def pytest_command(report: Path, quick: bool, processes: int) -> list[str]:
-    """The command that runs the GPU tests, in parallel where there is pytest-xdist."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}"]
-    command += ["-m", f"({MARKERS}) and not slow" if quick else MARKERS]
-    if processes > 1 and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(processes), "--dist", "loadgroup"]
-    return [*command, "tests"]
-
-
-def workers() -> int:
-    """As many test processes as CPUs, busy with compiling, and the GPU's memory have room for."""
-    free, _ = torch.cuda.mem_get_info()
-    cpus = len(os.sched_getaffinity(0))
-    return max(1, min(MOST_WORKERS, cpus - 2, free // BYTES_PER_WORKER))
-
-
-def parse_junit(text: str) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Per test module, how many tests had which outcome; and what failed, with the first line why.
-
-    A module that could not be imported is a case with its own name.
-    """
-    counts: dict[str, Counter[str]] = {}
-    failures = []
-    for case in ET.fromstring(text).iter("testcase"):
-        module = case.get("classname") or case.get("name") or "?"
-        mark = next((part for part in case if part.tag in OUTCOMES), None)
-        outcome = "passed" if mark is None else OUTCOMES[mark.tag]
-        counts.setdefault(module, Counter())[outcome] += 1
-        if mark is not None and mark.tag != "skipped":
-            why = (mark.get("message") or "").strip().splitlines() or [""]
-            failures.append(f"{module}::{case.get('name')}: {why[0][:200]}")
-    return {module: dict(count) for module, count in sorted(counts.items())}, failures
+# ------------------------------------------------------------------------------------ sanitizers
 
 
 def run_sanitizers() -> dict[str, dict[str, Any]]:
@@ -265,26 +218,12 @@ def run_sanitizer(tool: str) -> dict[str, Any]:
         command += ["--report-api-errors", "no"]
     command += [sys.executable, str(ROOT / "tests" / "sanitize.py")]
     done = subprocess.run(
-        command, cwd=ROOT, env=_variables(), capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=child_variables(), capture_output=True, text=True, check=False
     )
     summaries = re.findall(r"=+ (.*SUMMARY.*)", done.stdout)
     summary = "; ".join(summaries) or f"exit status {done.returncode}, no summary"
     print(f"  {tool}: {summary}", flush=True)
     return {"clean": done.returncode == 0, "summary": summary}
-
-
-def _variables() -> dict[str, str]:
-    """The environment of a process that imports this checkout. What one compiles, the others
-    find on disk, for as long as this process lasts.
-    """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {cache.VARIABLE: _compiled().name, **os.environ, "PYTHONPATH": path}
-
-
-@functools.cache
-def _compiled() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="cute_fp8_")
 
 
 # -------------------------------------------------------------------------------------- measures

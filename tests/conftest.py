@@ -9,6 +9,7 @@ from pathlib import Path
 import perf_package  # noqa: F401
 import pytest
 import torch
+from _pytest.junitxml import xml_key
 from cache_fakes import load_fake
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,12 +18,23 @@ os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
 
 import cute_fp8
 from cute_fp8 import cache, compiler
+from cute_fp8.environment import environment
+from cute_fp8.gpu_tests import MADE_WITH
 
 #: How a test of the sm_120 kernel reaches it: natively, or its body on a Hopper GPU.
 BACKENDS = (
     pytest.param("cute", marks=pytest.mark.needs_cc(12)),
     pytest.param("stand-in", marks=pytest.mark.needs_cc(9)),
 )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A JUnit report says what it is of: see ``python -m cute_fp8 validate --reports``."""
+    xml = session.config.stash.get(xml_key, None)
+    if xml is not None:
+        facts = environment()
+        for name in MADE_WITH:
+            xml.add_global_property(name, facts[name])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

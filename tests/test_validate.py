@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cute_fp8 import archs, cli, kernel_sources, sweep, validate
-from cute_fp8.dispatch import TABLE
+from cute_fp8 import archs, cli, gpu_tests, kernel_sources, sweep, validate
 from cute_fp8.evidence import load
-
-JUNIT = """<?xml version="1.0" encoding="utf-8"?>
-<testsuites name="pytest tests"><testsuite name="pytest" tests="6">
-<testcase classname="tests.kernels.test_gemm_sm120" name="test_a[cute]" time="1"/>
-<testcase classname="tests.kernels.test_gemm_sm120" name="test_a[stand-in]" time="0">
-  <skipped type="pytest.skip" message="needs compute capability 9.x">x.py:1: skipped</skipped>
-</testcase>
-<testcase classname="tests.kernels.test_gemm_sm120" name="test_b[cute]" time="1">
-  <properties><property name="a" value="b"/></properties>
-  <failure message="AssertionError: 3 of 9 elements differ&#10;assert 3 == 0">trace</failure>
-</testcase>
-<testcase classname="tests.test_gpu_integration" name="test_c" time="1">
-  <error message="failed on setup">trace</error>
-</testcase>
-<testcase classname="tests.test_gpu_integration" name="test_d" time="1"><system-out>hi</system-out>
-</testcase>
-<testcase classname="" name="tests.test_broken" time="0"><error message="collection failure"/>
-</testcase>
-</testsuite></testsuites>
-"""
 
 
 def timing(impl: str = "cute_fp8", **changes: Any) -> dict[str, Any]:
@@ -60,72 +37,6 @@ def good() -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------- tests
-
-
-def test_junit() -> None:
-    counts, failures = validate.parse_junit(JUNIT)
-    assert counts == {
-        "tests.kernels.test_gemm_sm120": {"passed": 1, "skipped": 1, "failed": 1},
-        "tests.test_broken": {"error": 1},
-        "tests.test_gpu_integration": {"error": 1, "passed": 1},
-    }
-    assert failures == [
-        "tests.kernels.test_gemm_sm120::test_b[cute]: AssertionError: 3 of 9 elements differ",
-        "tests.test_gpu_integration::test_c: failed on setup",
-        "tests.test_broken::tests.test_broken: collection failure",
-    ]
-
-
-def test_pytest_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = validate.pytest_command(tmp_path / "r.xml", quick=False, processes=1)
-    assert command[:3] == [sys.executable, "-m", "pytest"]
-    assert command[command.index("-m", 3) + 1] == "gpu or needs_cc" and "-n" not in command
-    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: name == "xdist")
-    command = validate.pytest_command(tmp_path / "r.xml", quick=True, processes=4)
-    assert command[command.index("-m", 3) + 1] == "(gpu or needs_cc) and not slow"
-    assert command[command.index("-n") + 1 :] == ["4", "--dist", "loadgroup", "tests"]
-    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
-    assert "-n" not in validate.pytest_command(tmp_path / "r.xml", quick=True, processes=4)
-
-
-def test_the_gpu_tests_are_found_and_no_others(tmp_path: Path) -> None:
-    """The command itself, on this machine: what needs a GPU, and each kernel's tests among it."""
-    command = [*validate.pytest_command(tmp_path / "r.xml", False, 1), "--collect-only"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=validate.ROOT, capture_output=True, text=True
-    )
-    modules = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert "tests/test_gpu_integration.py" in modules, done.stdout + done.stderr
-    assert "tests/test_numerics.py" not in modules
-    kernels = {entry.kernel for entry in TABLE if entry.targets}
-    owners = {
-        archs.kernel_of_tests(m.removesuffix(".py").replace("/", "."), kernels) for m in modules
-    }
-    assert kernels <= owners, "ARCHS.md looks for tests/kernels/test_<kernel>*.py"
-
-
-def test_run_tests_reads_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        (report,) = [a.partition("=")[2] for a in command if a.startswith("--junitxml=")]
-        Path(report).write_text(JUNIT, encoding="utf-8")
-        assert options["env"]["PYTHONPATH"].startswith(str(validate.ROOT))
-        assert Path(options["env"]["CUTE_FP8_CACHE_DIR"]).is_dir()
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.delenv("CUTE_FP8_CACHE_DIR", raising=False)
-    monkeypatch.setattr(validate, "workers", lambda: 1)
-    monkeypatch.setattr(validate.subprocess, "run", run)
-    data: dict[str, Any] = {}
-    assert validate.run_tests(data, quick=False)["tests.test_broken"] == {"error": 1}
-    assert len(data["failures"]) == 3
-
-
-def test_run_tests_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: Callable[..., Any] = lambda command, **_: subprocess.CompletedProcess(command, 4)  # noqa: E731
-    monkeypatch.setattr(validate, "workers", lambda: 1)
-    monkeypatch.setattr(validate.subprocess, "run", done)
-    with pytest.raises(RuntimeError, match="pytest ended with status 4 and no report"):
-        validate.run_tests({}, quick=False)
 
 
 def test_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +133,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(validate, "environment", lambda: dict(facts))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(validate, "run_tests", lambda data, quick: good()["tests"])
+    monkeypatch.setattr(gpu_tests, "run_tests", lambda data, quick: good()["tests"])
     monkeypatch.setattr(validate, "run_sanitizer", lambda tool: good()["sanitizer"]["memcheck"])
     monkeypatch.setattr(validate, "machine_facts", lambda: {"read_gbps": 1700.0})
     monkeypatch.setattr(validate, "host_times", lambda backend: {"cute_fp8": 9.0})

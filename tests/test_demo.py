@@ -17,6 +17,7 @@ from cute_fp8 import demo, demo_model, tables
 from cute_fp8.accuracy import MAX_NORM_DEVIATION, MAX_REL_L2, MIN_COSINE
 from cute_fp8.cli import main
 from cute_fp8.demo_model import PACKAGE, PAIRS, Call, Encoder
+from cute_fp8.modules import Linear
 
 needs_model = pytest.mark.skipif(
     not (importlib.util.find_spec(PACKAGE) and importlib.util.find_spec("transformers")),
@@ -133,9 +134,9 @@ def test_capture_drops_padding_and_in_fp8_replaces() -> None:
     assert [call.name for call in calls] == ["inner.0", "inner.2"]
     assert torch.equal(calls[0].x, x[mask.bool()])
     quantised = demo_model.in_fp8(wrapped, ["inner.0"])
-    assert isinstance(quantised.get_submodule("inner.0"), demo_model.Fp8Linear)
-    assert isinstance(quantised.get_submodule("inner.2"), nn.Linear)
-    assert isinstance(wrapped.get_submodule("inner.0"), nn.Linear)
+    assert isinstance(quantised.get_submodule("inner.0"), Linear)
+    assert type(quantised.get_submodule("inner.2")) is nn.Linear
+    assert type(wrapped.get_submodule("inner.0")) is nn.Linear
     y = quantised(attention_mask=mask)
     assert torch.nn.functional.cosine_similarity(y.flatten(), model(x).flatten(), dim=0) > 0.99
 

@@ -11,6 +11,7 @@ from cute_fp8 import row_ops as _row_ops  # noqa: F401
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.compiler import compile
+from cute_fp8.conversion import convert
 from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
@@ -45,6 +46,7 @@ __all__ = [
     "attention_out_quantize",
     "autotune",
     "compile",
+    "convert",
     "dequantize_fp8",
     "dequantize_mxfp8",
     "dispatch_table",

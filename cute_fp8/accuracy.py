@@ -136,24 +136,43 @@ def fp8_w8a8_error(weight: Tensor, q: Tensor, scale: Tensor, x: Tensor) -> dict[
     w32 = weight.detach().to(torch.float32)
     x32 = x.detach().to(torch.float32).reshape(-1, x.shape[-1])
     w_deq = dequantize_fp8(q, scale, torch.float32)
-    x_codes, x_scale = quantize_fp8_activations(x32)
-    x_deq = dequantize_fp8(x_codes, x_scale, torch.float32)
+    x_deq = dequantize_fp8(*quantize_fp8_activations(x32), torch.float32)
     output = _similarity(x_deq @ w_deq.T, x32 @ w32.T)
     w_peak = w32.abs().amax(dim=1, keepdim=True)  # rows over their peaks, so that squares fit
     channels = _ratio(_ratio(w_deq - w32, w_peak).norm(dim=1), _ratio(w32, w_peak).norm(dim=1))
+    return {
+        "rel_l2": _similarity(w_deq, w32).rel_l2,
+        "worst_channel_rel_l2": _largest(channels),
+        **activation_error(x32),
+        "output_rel_l2": output.rel_l2,
+        "output_cosine": output.cosine,
+        "output_norm_ratio": output.norm_ratio,
+    }
+
+
+@torch.no_grad()
+def activation_error(x: Tensor, variant: str = "per_token") -> dict[str, float]:
+    """What quantising activations costs: the ``activation_*`` of :func:`fp8_w8a8_error`.
+
+    Args:
+        x: ``[..., K]``, bf16, fp16 or fp32.
+        variant: ``per_token`` or ``mxfp8``.
+    """
+    x32 = x.detach().to(torch.float32).reshape(-1, x.shape[-1])
+    if variant == "mxfp8":
+        x_codes, x_scale = quantize_mxfp8(x32)
+        x_deq = dequantize_mxfp8(x_codes, x_scale, torch.float32)
+    else:
+        x_codes, x_scale = quantize_fp8_activations(x32)
+        x_deq = dequantize_fp8(x_codes, x_scale, torch.float32)
     peak = x32.abs().amax(dim=1, keepdim=True)
     crest = _ratio(_ratio(peak, peak)[:, 0], _ratio(x32, peak).square().mean(dim=1).sqrt())
     nonzero = x32 != 0
     lost = nonzero & ((x_codes.view(torch.uint8) & 0x7F) == 0)
     return {
-        "rel_l2": _similarity(w_deq, w32).rel_l2,
-        "worst_channel_rel_l2": _largest(channels),
         "activation_rel_l2": _similarity(x_deq, x32).rel_l2,
         "activation_crest": _largest(crest),
         "activation_underflow": int(lost.sum()) / max(1, int(nonzero.sum())),
-        "output_rel_l2": output.rel_l2,
-        "output_cosine": output.cosine,
-        "output_norm_ratio": output.norm_ratio,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ SENTENCES = tuple(sentence for pair in PAIRS for sentence in pair)
 
 @dataclass(frozen=True)
 class Encoder:
-    """A model and the demo's sentences, tokenised for it.
+    """A model and sentences, tokenised for it.
 
     Attributes:
         model: a transformers encoder in fp32, in eval mode.
@@ -87,8 +87,8 @@ class Call:
     y: Tensor
 
 
-def load(device: torch.device) -> Encoder:
-    """Load the encoder in fp32 and tokenise :data:`SENTENCES`, from local files only.
+def load(device: torch.device, sentences: Sequence[str] = SENTENCES) -> Encoder:
+    """Load the encoder in fp32 and tokenise the sentences, from local files only.
 
     Raises:
         RuntimeError: transformers or the package with the weights is missing; says how to install.
@@ -100,7 +100,7 @@ def load(device: torch.device) -> Encoder:
     model = transformers.AutoModel.from_pretrained(
         folder, local_files_only=True, dtype=torch.float32
     )
-    tokens = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
+    tokens = tokenizer(list(sentences), padding=True, return_tensors="pt")
     return Encoder(model.to(device).eval(), {name: t.to(device) for name, t in tokens.items()})
 
 

@@ -49,6 +49,7 @@ class CuteGemm:
         self.workspace_words = 0
         if isinstance(config, GemmConfig):
             self.workspace_words = workspace_words(config, problem.m, problem.n, splits)
+        self.submit = self._submit()
         self.blocks: ScaleBlocks | None = None
         if problem.variant == "mxfp8" and not (problem.sx_blocked and problem.sw_blocked):
             self.blocks = ScaleBlocks(route.target, problem.device)
@@ -73,6 +74,7 @@ class CuteGemm:
         p, kernel, ctas = self.problem, self.kernel, self.ctas
         # Scales to write or a workspace to find: the longer way to the launch.
         more = self.pick.splits > 1 or self.pick.config.epilogue.mx
+        submit = self.submit
         empty_like, contiguous = torch.empty_like, torch.contiguous_format
         # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
         template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.out_columns)
@@ -91,7 +93,7 @@ class CuteGemm:
             else:
                 self._check_out(Operands(xq, sx, wq, sw, bias, residual, out))
             if more:
-                return self._launch(xq, sx, wq, sw, bias, residual, out)
+                return submit(xq, sx, wq, sw, bias, residual, out)
             kernel(xq, sx, wq, sw, bias, residual, out, None, None, None, ctas)
             return out
 
@@ -107,21 +109,21 @@ class CuteGemm:
         if not out.is_contiguous() or out.shape != (self.problem.m, self.problem.out_columns):
             raise ValueError("another shape, or rows that may overlap: for the full check to say")
 
-    def _launch(self, *matrices: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Launch on matrices and vectors, the output among them."""
-        p, config, splits = self.problem, self.pick.config, self.pick.splits
-        y = matrices[-1]
-        assert y is not None
-        scales = None
-        if config.epilogue.mx:
-            numel = blocked_numel(p.m, p.out_columns // MX_BLOCK)
-            scales = torch.empty(numel, dtype=E8M0, device=p.device)
-        if splits == 1:
-            self.kernel(*matrices, scales, None, None, self.ctas)
-        else:
-            scratch = workspace(p.device, self.workspace_words)
-            self.kernel(*matrices, scales, scratch, splits, self.ctas)
-        return y if scales is None else (y, scales)
+    def _submit(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+        """Launches on matrices and vectors, the output among them."""
+        p, kernel, ctas, words = self.problem, self.kernel, self.ctas, self.workspace_words
+        splits = self.pick.splits if self.pick.splits > 1 else None
+        numel = blocked_numel(p.m, p.out_columns // MX_BLOCK) if self.pick.config.epilogue.mx else 0
+
+        def submit(*matrices: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+            scratch = None if splits is None else workspace(p.device, words)
+            scales = torch.empty(numel, dtype=E8M0, device=p.device) if numel else None
+            kernel(*matrices, scales, scratch, splits, ctas)
+            y = matrices[-1]
+            assert y is not None
+            return y if scales is None else (y, scales)
+
+        return submit
 
     def _reshaping(self, launch: Launcher) -> Launcher:
         """Any accepted shapes, seen as matrices and vectors; every view costs about 1 us."""
@@ -222,7 +224,7 @@ class CuteGemm:
                 sw = sw.as_strided((p.n,), (p.sw_stride,))
             else:
                 sx, sw = self._in_blocks(sx, sw)
-            done = self._launch(
+            done = self.submit(
                 xq.as_strided((p.m, p.k), (p.xq_stride, 1)),
                 sx,
                 wq.as_strided((p.n, p.k), (p.wq_stride, 1)),

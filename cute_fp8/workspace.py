@@ -16,7 +16,6 @@ import torch
 from cuda.bindings import runtime
 from torch import Tensor
 
-from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import WORKSPACE_COUNTERS
 
 #: Freshly made workspaces are at least this large (4 MB), so that few calls make a larger one.
@@ -56,7 +55,7 @@ def workspace(device: torch.device, words: int) -> Tensor:
         return _new(device, words)
     index = device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if not is_capturing():
+    if not torch.cuda.is_current_stream_capturing():
         return _at_least(_of_stream, (index, stream, 0), device, words)
     capture = _capture_id(stream)
     for key in [key for key in list(_of_capture) if key[2] != capture]:

@@ -23,7 +23,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     module.forget()
-    monkeypatch.setattr(module, "is_capturing", lambda: world.capture != 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: world.capture != 0)
     monkeypatch.setattr(module, "_capture_id", lambda stream: world.capture)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: world.stream, raising=False

@@ -12,9 +12,13 @@ from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquan
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.compiler import compile
 from cute_fp8.conversion import convert
+from cute_fp8.decoder import decoder_block, decoder_mlp
+from cute_fp8.decoder_module import DecoderBlock
+from cute_fp8.decoder_weights import DecoderConfig, DecoderWeights, Projection
 from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
+from cute_fp8.kv_cache import KVCache
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.modules import Linear
 from cute_fp8.numerics import (
@@ -41,12 +45,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FP8_MAX",
+    "DecoderBlock",
+    "DecoderConfig",
+    "DecoderWeights",
+    "KVCache",
     "Linear",
+    "Projection",
     "Verdict",
     "attention_out_quantize",
     "autotune",
     "compile",
     "convert",
+    "decoder_block",
+    "decoder_mlp",
     "dequantize_fp8",
     "dequantize_mxfp8",
     "dispatch_table",

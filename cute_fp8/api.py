@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -139,7 +141,7 @@ def gemm_gated(
     return _call_op(operands, activation, out_dtype, fast_accum, gated=True)
 
 
-def _is_plain(operands: Operands) -> bool:
+def _is_plain(operands: Iterable[Tensor | None]) -> bool:
     """Whether nothing but the call itself would come of it: no subclass, no tracing, no mode."""
     return all(type(t) in _PLAIN_OR_NONE for t in operands) and not (
         _is_compiling() or _dispatch_modes() or _function_modes() or _transforms()

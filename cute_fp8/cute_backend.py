@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler, row_backend
+from cute_fp8 import compiler, fused_backend, row_backend
 from cute_fp8.dispatch import Route
 from cute_fp8.frozen import frozen_blocks
 from cute_fp8.kernels.config import (
@@ -20,6 +20,7 @@ from cute_fp8.kernels.config import (
     workspace_words,
 )
 from cute_fp8.kernels.configs import Config
+from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.scales import blocked_numel
@@ -259,8 +260,11 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
         return torch.zeros(shape, dtype=torch.uint8, device=device).to(getattr(torch, dtype))
 
     with torch.cuda.device(device):
-        if isinstance(config, RowConfig):
-            row_backend.launch_once(kernel, config, device)
+        if isinstance(config, RowConfig | RopeConfig):
+            if isinstance(config, RowConfig):
+                row_backend.launch_once(kernel, config, device)
+            else:
+                fused_backend.launch_once(kernel, config, device)
             torch.cuda.current_stream(device).synchronize()
             return
 

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import gpus, row_view, rows, torch_backend
+from cute_fp8 import fused, gpus, row_view, rows, torch_backend
 from cute_fp8.choice import Pick
+from cute_fp8.fused import FusedProblem
+from cute_fp8.kernels.config import SMEM_LIMIT_SM120
+from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
+from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
@@ -35,7 +39,7 @@ ROW_TARGETS = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a", "sm_120f")
 ANY = None
 
 
-Problem = GemmProblem | RowProblem
+Problem = GemmProblem | RowProblem | FusedProblem
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,10 @@ _ROWS = (
     Entry("", "", "cute", "row_quantize", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("", "", "reference", "rows", ANY, _always),
 )
+_FUSED = (
+    Entry("rope_append", "any", "cute", "rope_append", ROW_KERNELS, _always, ROW_TARGETS),
+    Entry("rope_append", "any", "reference", "reference", ANY, _always),
+)
 TABLE = (
     *_GEMM,
     *(replace(entry, op="gemm_gated") for entry in _GEMM),
@@ -108,6 +116,7 @@ TABLE = (
         for variant in ("per_token", "mxfp8")
         for entry in _ROWS
     ),
+    *_FUSED,
 )
 OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
 
@@ -120,6 +129,7 @@ class Route:
     target: str | None = None
     selection: Selection | None = None
     rows: RowConfig | None = None
+    fused: FusedConfig | None = None
 
     @property
     def pick(self) -> Pick | None:
@@ -157,6 +167,8 @@ class Explanation:
         if self.route is None:
             return "\n".join([*lines, "  no route"])
         lines.append(f"  takes   {self.route.entry.name}")
+        if self.route.fused is not None:
+            lines[-1] += f" for {self.route.target}, {self.route.fused.name}"
         if self.route.rows is not None:
             config = self.route.rows
             threads = f"{config.shape.threads} threads a row"
@@ -181,7 +193,7 @@ def walk(
         gpu: whose times are predicted; by default the problem's device, or a typical GPU of the
             capability if that is another's.
     """
-    if isinstance(problem, RowProblem):
+    if isinstance(problem, RowProblem | FusedProblem):
         # What is pinned is the GEMM's backend; a chain of ops must run under it as a whole.
         plain = settings.backend in ("torch", "reference")
         settings = settings._replace(backend="reference" if plain else "auto")
@@ -242,12 +254,15 @@ def _route(
 ) -> Route:
     if not entry.targets or capability is None:
         return Route(entry)
+    pdl = settings.pdl and capability >= (9, 0)
     if isinstance(problem, RowProblem):
-        config = row_view.config_of(problem, settings.pdl and capability >= (9, 0))
-        return Route(entry, target_of(capability), rows=config)
+        return Route(entry, target_of(capability), rows=row_view.config_of(problem, pdl))
     if gpu is None:
         here = capability_of_device(problem.device) == capability
         gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
+    if isinstance(problem, FusedProblem):
+        smem = SMEM_LIMIT_SM90 if capability == (9, 0) else SMEM_LIMIT_SM120
+        return Route(entry, target_of(capability), fused=problem.config(gpu.sms, smem, pdl))
     selection = select_config(problem, gpu, settings.choice, entry.kernel)
     return Route(entry, target_of(capability), selection)
 
@@ -337,6 +352,8 @@ def explain(
             got = f"{m}, {k}" if n is None else f"{m}, {k} and n {n}"
             raise ValueError(f"m, k: got {got}, must be sizes (m may be 0), without n")
         problem = row_view.without_data(op, m, k, variant, residual is not None)
+    elif op in fused.OPS:
+        problem = fused.without_data(op, m, k, device)
     else:
         if n is None or m < 0 or n <= 0 or k <= 0:
             raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")

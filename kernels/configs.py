@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .config import GemmConfig, RelayoutConfig
 from .config_sm90 import HopperConfig
+from .rope_config import RopeConfig
 from .row_config import RowConfig
 
-#: Any GEMM kernel's; any kernel's.
+#: Any GEMM kernel's; those of kernels that are no GEMM and no producer; any kernel's.
 AnyGemm = GemmConfig | HopperConfig
-Config = AnyGemm | RelayoutConfig | RowConfig
+FusedConfig = RopeConfig
+Config = AnyGemm | RelayoutConfig | RowConfig | FusedConfig

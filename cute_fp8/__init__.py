@@ -10,6 +10,7 @@ from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8 import row_ops as _row_ops  # noqa: F401
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.checkpoint import load_checkpoint, save_checkpoint
 from cute_fp8.compiler import compile
 from cute_fp8.conversion import convert
 from cute_fp8.decoder import decoder_block, decoder_mlp
@@ -72,12 +73,14 @@ __all__ = [
     "gemm_gated",
     "interleave_gate_up",
     "layernorm_quantize",
+    "load_checkpoint",
     "mxfp8_linear",
     "near_lossless",
     "quantize_fp8",
     "quantize_fp8_activations",
     "quantize_mxfp8",
     "rmsnorm_quantize",
+    "save_checkpoint",
     "silu_mul_quantize",
     "smoothquant_factors",
     "to_blocked",

@@ -272,9 +272,7 @@ def _convert_layer(
     if layer is None or reason is not None:
         return LayerReport(**facts, reason=reason, bytes_after=weight.nbytes)
     replace(model, name, layer)
-    tensors = [layer.weight, layer.weight_scale, layer.scale_blocks]
-    facts["bytes_after"] = sum(t.nbytes for t in tensors if t is not None)
-    return LayerReport(**facts, variant=variant)
+    return LayerReport(**facts, bytes_after=layer.weight_bytes, variant=variant)
 
 
 def _weight_error(weight: Tensor, layer: Linear) -> dict[str, Any]:

@@ -108,6 +108,11 @@ class Part(nn.Module):
         self._whole = (whole,)  # in a tuple: not a child, for it is one of somebody else
         self.first, self.channels, self.gated = first, channels, gated
 
+    @property
+    def whole(self) -> Linear:
+        """The fused projection."""
+        return self._whole[0]
+
     def forward(self, y: Tensor) -> Tensor:
         """The channels of this part, of all that the fused GEMM gave."""
         return y[..., self.first : self.first + self.channels]
@@ -128,7 +133,7 @@ class Part(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name in _TENSORS:
-            tensor = getattr(self._whole[0], name)
+            tensor = getattr(self.whole, name)
             if tensor is not None:
                 rows = self._rows(tensor.detach()).reshape(self.channels, *tensor.shape[1:])
                 destination[prefix + name] = rows.clone().view(tensor.dtype)
@@ -144,7 +149,7 @@ class Part(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """A layer of its own checks what comes, and its rows are written."""
-        whole = self._whole[0]
+        whole = self.whole
         device = whole.weight.device
         layer = Linear(
             whole.in_features,
@@ -184,6 +189,11 @@ class _Fused(Linear):
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         pass
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether a module is a fused projection, which has no name of its own in a state dict."""
+    return isinstance(module, _Fused)
 
 
 def _joined(tensors: Sequence[Tensor | None], gated: bool) -> Tensor | None:

@@ -13,7 +13,7 @@ from cute_fp8.api import gemm
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
 from cute_fp8.numerics import MX_BLOCK, quantize_fp8
-from cute_fp8.problem import E4M3, E8M0
+from cute_fp8.problem import ALIGNMENT, E4M3, E8M0
 from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
 
@@ -177,13 +177,19 @@ class Linear(nn.Linear):
                     f"{name}: got device {tensor.device}, must be {codes.device} as codes is"
                 )
         layer = cls.__new__(cls)
-        layer._fill(codes.detach().contiguous(), scale.detach(), bias)
+        layer._fill(aligned(codes.detach().contiguous()), scale.detach(), bias)
         return layer
 
     @property
     def variant(self) -> str:
         """``per_token`` or ``mxfp8``."""
         return "mxfp8" if self.weight_scale.dtype is E8M0 else "per_token"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of codes and scales, in every form that is kept."""
+        tensors = (self.weight, self.weight_scale, self.scale_blocks)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` bf16, fp16 or fp32 to ``[..., N]``."""
@@ -276,8 +282,17 @@ class Linear(nn.Linear):
                 error_msgs.append(f"{prefix}weight_{error}")
                 return
             state_dict[prefix + SCALE] = scale
+        if weight is not None:
+            state_dict[prefix + "weight"] = aligned(weight)
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
         self.scales_changed()
+
+
+def aligned(codes: Tensor) -> Tensor:
+    """Codes at an address that a GEMM takes: as they are, or, from within a file, a copy."""
+    if codes.device.type == "meta" or type(codes) not in (Tensor, Parameter):
+        return codes
+    return codes.clone() if codes.data_ptr() % ALIGNMENT else codes
 
 
 def quantize_weight(weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:

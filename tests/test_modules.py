@@ -208,6 +208,20 @@ def test_a_state_dict_may_have_the_usual_shapes_of_scales(shape: tuple[int, ...]
     assert same_parameters(made, layer)
 
 
+def test_codes_at_any_address_are_taken() -> None:
+    """As they lie in a file: copied, if a GEMM could not read them there."""
+    layer = cute_fp8.Linear.from_linear(original())
+    room = torch.empty(N * K + 8, dtype=torch.uint8)
+    room[8:] = layer.weight.detach().view(torch.uint8).flatten()
+    codes = room[8:].view(N, K).view(E4M3)
+    assert codes.data_ptr() % 16
+    made = cute_fp8.Linear.from_quantized(codes, layer.weight_scale.detach(), layer.bias)
+    loaded = cute_fp8.Linear(K, N, device="meta", dtype=BF16)
+    loaded.load_state_dict({**layer.state_dict(), "weight": codes}, assign=True)
+    for other in (made, loaded):
+        assert torch.equal(other(tokens(3)), layer(tokens(3)))
+
+
 def test_new_scales_are_seen() -> None:
     """The blocks follow what is loaded, and what is written, once that is said."""
     layer = cute_fp8.Linear.from_linear(original(bias=False), "mxfp8")

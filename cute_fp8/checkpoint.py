@@ -72,7 +72,7 @@ def save_checkpoint(
         raise ValueError(f"folder: got one with {others[0]} in it, must have no other safetensors")
     files: dict[str, str] = {}
     for file, keys in watched(list(zip(names, shards, strict=True)), "saving", len(shards)):
-        write_tensors(path / file, {key: _as_stored(tensors[key]) for key in keys})
+        write_tensors(path / file, {key: as_stored(tensors[key]) for key in keys})
         files |= dict.fromkeys(keys, file)
     if len(shards) > 1:
         write_json(path / INDEX, index_of(files, sum(t.nbytes for t in tensors.values())))
@@ -108,7 +108,7 @@ def _shards(tensors: dict[str, Tensor], most: int) -> list[list[str]]:
     return shards
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
+def as_stored(tensor: Tensor) -> Tensor:
     """On the CPU, in memory of its own; e8m0 as bytes, as compressed-tensors has it."""
     tensor = tensor.detach()
     tensor = tensor.view(torch.uint8) if tensor.dtype is E8M0 else tensor

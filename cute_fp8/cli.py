@@ -1,4 +1,4 @@
-"""``python -m cute_fp8``: info, explain, autotune, compile, verify, validate, demo."""
+"""``python -m cute_fp8``: info, explain, autotune, compile, verify, validate, convert, demo."""
 
 from __future__ import annotations
 
@@ -106,6 +106,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(run=_verify)
 
+    convert = commands.add_parser(
+        "convert", help="a folder of safetensors to one with FP8 weights, file by file"
+    )
+    convert.add_argument("source", metavar="IN", help="a folder of safetensors files")
+    convert.add_argument(
+        "target", metavar="OUT", help="a new folder, or one that an interrupted run has left"
+    )
+    convert.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
+    convert.add_argument("--include", action="append", default=[], metavar="GLOB")
+    convert.add_argument("--exclude", action="append", default=[], metavar="GLOB")
+    convert.add_argument("--json", metavar="FILE", help="also write the report as JSON")
+    convert.add_argument("--plot", metavar="FILE", help="also draw it into a PNG")
+    convert.set_defaults(run=_convert)
+
     demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
     demo.add_argument(
         "--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)"
@@ -203,6 +217,24 @@ def _validate(options: argparse.Namespace) -> int:
     from cute_fp8.validate import run
 
     return run(options.out, quick=options.quick, sanitize=options.sanitize, reports=options.reports)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from cute_fp8.convert_folder import convert_folder
+
+    report = convert_folder(
+        options.source,
+        options.target,
+        variant=options.variant,
+        include=options.include,
+        exclude=options.exclude,
+    )
+    print(report.table())
+    if options.json is not None:
+        report.save_json(options.json)
+    if options.plot is not None:
+        report.plot(options.plot)
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

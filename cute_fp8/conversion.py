@@ -72,7 +72,7 @@ def convert(
         raise TypeError(f"model: got {type(model).__name__}, must be an nn.Module")
     if type(model) is nn.Linear:
         raise ValueError("model: got an nn.Linear, must contain it: use Linear.from_linear")
-    chosen, excluded = _chooser("include", include), _chooser("exclude", exclude)
+    chosen, excluded = chooser("include", include), chooser("exclude", exclude)
     if min_rows is not None and sample_inputs is None:
         raise ValueError(f"min_rows: got {min_rows} without sample_inputs, must come with them")
     linears = {
@@ -103,7 +103,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _chooser(argument: str, choices: Choices) -> Callable[[str, nn.Module], bool]:
+def chooser(argument: str, choices: Choices) -> Callable[[str, nn.Module], bool]:
     several = isinstance(choices, Iterable) and not isinstance(choices, (str, re.Pattern))
     every: Sequence[Any] = (
         list(choices) if several else [] if choices is None else [choices]  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def _convert_layer(
         except ValueError as error:
             reason = str(error)
     if layer is not None:
-        facts |= _weight_error(weight, layer)
+        facts |= weight_error(weight, layer)
         if x is not None and len(x):
             facts |= _judge(linear, layer, x)
             if not facts["verdict"].passed:
@@ -275,7 +275,7 @@ def _convert_layer(
     return LayerReport(**facts, bytes_after=layer.weight_bytes, variant=variant)
 
 
-def _weight_error(weight: Tensor, layer: Linear) -> dict[str, Any]:
+def weight_error(weight: Tensor, layer: Linear) -> dict[str, Any]:
     """Errors of the weight alone, some rows at a time: in fp32 a layer is twice as large."""
     step = max(1, (1 << 24) // weight.shape[1])
     error, size = [], []

@@ -93,7 +93,7 @@ def load(device: torch.device, sentences: Sequence[str] = SENTENCES) -> Encoder:
     Raises:
         RuntimeError: transformers or the package with the weights is missing; says how to install.
     """
-    folder = _model_folder()
+    folder = model_folder()
     transformers = _import_transformers()
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -104,7 +104,7 @@ def load(device: torch.device, sentences: Sequence[str] = SENTENCES) -> Encoder:
     return Encoder(model.to(device).eval(), {name: t.to(device) for name, t in tokens.items()})
 
 
-def _model_folder() -> Path:
+def model_folder() -> Path:
     """The folder of weights and tokenizer; found, not imported, since that package imports more."""
     spec = importlib.util.find_spec(PACKAGE)
     places = list(spec.submodule_search_locations or ()) if spec else []

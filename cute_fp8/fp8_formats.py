@@ -28,7 +28,10 @@ from cute_fp8.problem import E4M3, E8M0
 SCALE_INV = "weight_scale_inv"
 SCALES = (SCALE, SCALE_INV)
 #: Last parts of names of tensors that nothing here needs.
-UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "rotary_emb.inv_freq")
+UNUSED = (
+    *("input_scale", "output_scale", "q_scale", "k_scale", "v_scale"),
+    *("rotary_emb.inv_freq", "position_ids"),
+)
 #: Rows and columns of a block, unless a checkpoint's config says otherwise.
 BLOCK = (128, 128)
 _OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

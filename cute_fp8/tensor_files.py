@@ -161,6 +161,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     new = path.with_name(path.name + ".part")
     save_file(dict(tensors), new, metadata={"format": "pt"})
+    new.chmod(0o644)  # safetensors lets nobody else read
     os.replace(new, path)
 
 

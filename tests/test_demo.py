@@ -166,7 +166,7 @@ def test_a_missing_model_package_is_one_line(
 def test_missing_transformers_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo_model, "_model_folder", Path)
+    monkeypatch.setattr(demo_model, "model_folder", Path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["demo"]) == 2
     (line,) = [i for i in capsys.readouterr().err.splitlines() if i.startswith("cute_fp8 demo: ")]

@@ -106,9 +106,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(run=_verify)
 
-    convert = commands.add_parser(
-        "convert", help="a folder of safetensors to one with FP8 weights, file by file"
+    _add_convert(
+        commands.add_parser(
+            "convert", help="a folder of safetensors to one with FP8 weights, file by file"
+        )
     )
+    demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
+    demo.add_argument(
+        "--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)"
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument("source", metavar="IN", help="a folder of safetensors files")
     convert.add_argument(
         "target", metavar="OUT", help="a new folder, or one that an interrupted run has left"
@@ -119,13 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--json", metavar="FILE", help="also write the report as JSON")
     convert.add_argument("--plot", metavar="FILE", help="also draw it into a PNG")
     convert.set_defaults(run=_convert)
-
-    demo = commands.add_parser("demo", help="a real model's linear layers in FP8, judged")
-    demo.add_argument(
-        "--json", metavar="FILE", help="also write the data to FILE ('-': to stdout, instead)"
-    )
-    demo.set_defaults(run=_demo)
-    return parser
 
 
 def _capability(text: str) -> Capability:

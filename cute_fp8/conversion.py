@@ -104,6 +104,11 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def chooser(argument: str, choices: Choices) -> Callable[[str, nn.Module], bool]:
+    """Whether a name and a module match any of the choices; ``argument`` is what an error names.
+
+    Raises:
+        TypeError: a choice of another type.
+    """
     several = isinstance(choices, Iterable) and not isinstance(choices, (str, re.Pattern))
     every: Sequence[Any] = (
         list(choices) if several else [] if choices is None else [choices]  # type: ignore[arg-type]

@@ -24,12 +24,14 @@ class RowShape:
     """How a row is cut among threads.
 
     ``threads`` share a row, each with ``chunks`` chunks of it in registers. A row longer than that
-    is read again for every pass (``streams``).
+    is read again for every pass (``streams``). Of a ``full`` one it is known that the row fills the
+    registers exactly: nothing is compared with its length.
     """
 
     threads: int
     chunks: int
     streams: bool = False
+    full: bool = False
 
     @property
     def rows(self) -> int:
@@ -48,7 +50,8 @@ class RowShape:
 
     @property
     def name(self) -> str:
-        return f"{self.threads}x{self.chunks}{'_streams' if self.streams else ''}"
+        kind = "_streams" if self.streams else "_full" if self.full else ""
+        return f"{self.threads}x{self.chunks}{kind}"
 
 
 STREAMS = RowShape(512, 2, streams=True)
@@ -63,7 +66,9 @@ def shape_of(k: int, wide: bool) -> RowShape:
     chunks = 1 if k <= 1024 else 2 if k <= 4096 else 4
     threads = -(-k // (chunks * CHUNK * 32)) * 32
     # 1024 threads have 64 registers each.
-    return RowShape(threads, chunks) if threads <= (512 if wide else 1024) else STREAMS
+    if threads > (512 if wide else 1024):
+        return STREAMS
+    return RowShape(threads, chunks, full=threads * chunks * CHUNK == k)
 
 
 def is_wide(op: str, *dtypes: str | None) -> bool:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.cutlass_dsl import select_
 
 from .config import MX_BLOCK
-from .e4m3 import TokenScale, block_codes, block_scale, token_codes
+from .e4m3 import LOWER_PAIR, TokenScale, block_codes, block_scale, token_codes
 from .epilogue import DTYPES
 from .mx_output import scale_offset
 from .row_config import CHUNK, RowConfig
 from .row_inputs import store_codes, store_vector
 from .row_parts import Operands, Row, chunk_of
-from .row_values import amax_bits, widened
+from .row_values import amax_bits, chunk_words, multiply, widened
 
 #: Chunks that share an e8m0 scale, in neighbouring lanes; scales in a 32-bit word.
 _BLOCK_CHUNKS, _WORD_SCALES = MX_BLOCK // CHUNK, 4
@@ -28,7 +28,7 @@ class RowOutput:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.per_token = config.variant == "per_token"
-        self.corrections = 2 if config.dtype == "float32" else 1
+        self.narrow = config.dtype != "float32"
 
     @cute.jit
     def write_token_scale(self, scale: TokenScale, operands: Operands, row: Row):
@@ -40,7 +40,12 @@ class RowOutput:
 
     @cute.jit
     def write(self, held: cute.Tensor, operands: Operands, row: Row, panel: Int32, scale: Any):
-        """Codes, scales of blocks, and what is quantised if it is wanted."""
+        """Codes, scales of blocks, and what is quantised if it is wanted; overwrites ``held``."""
+        if cutlass.const_expr(self.config.keep):
+            self._write_kept(held, operands, row, panel)
+        if cutlass.const_expr(self.per_token and self.dtype is BFloat16):
+            if scale.lift != Float32(1.0):
+                self._lift(held)
         for i in cutlass.range_constexpr(self.config.shape.chunks):
             chunk, inside = chunk_of(row, panel, i, self.config.shape)
             values = widened(held[None, i], self.dtype)
@@ -50,16 +55,27 @@ class RowOutput:
                 self._write_block_scale(block.byte, operands, row, chunk, inside)
             if inside:
                 if cutlass.const_expr(self.per_token):
-                    words = token_codes(values, scale, self.corrections)
+                    words = token_codes(values, scale, self.narrow)
                 else:
                     words = block_codes(values, block)
-                column = chunk * CHUNK
-                store_codes(
-                    words, operands.codes, Int64(row.index) * operands.codes.stride[0] + column
-                )
-                if cutlass.const_expr(self.config.keep):
-                    offset = Int64(row.index) * operands.kept.stride[0] + column
-                    store_vector(held[None, i], operands.kept, offset)
+                offset = Int64(row.index) * operands.codes.stride[0] + chunk * CHUNK
+                store_codes(words, operands.codes, offset)
+
+    @cute.jit
+    def _write_kept(self, held: cute.Tensor, operands: Operands, row: Row, panel: Int32):
+        for i in cutlass.range_constexpr(self.config.shape.chunks):
+            chunk, inside = chunk_of(row, panel, i, self.config.shape)
+            if inside:
+                offset = Int64(row.index) * operands.kept.stride[0] + chunk * CHUNK
+                store_vector(held[None, i], operands.kept, offset)
+
+    @cute.jit
+    def _lift(self, held: cute.Tensor):
+        """Multiply by the power of two of rows whose scale is huge: exact where a code is not 0."""
+        factors = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
+        factors.fill(LOWER_PAIR)
+        for i in cutlass.range_constexpr(self.config.shape.chunks):
+            multiply(held[None, i], factors, self.dtype)
 
     @cute.jit
     def _block_amax(self, chunk: cute.Tensor) -> Int32:

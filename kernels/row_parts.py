@@ -47,7 +47,10 @@ class Norm(NamedTuple):
 def chunk_of(row: Row, panel: Int32, number: cutlass.Constexpr, shape: cutlass.Constexpr):
     """The number in the row of a thread's chunk, and whether there is such a one."""
     chunk = (panel * shape.chunks + number) * shape.threads + row.thread
-    return chunk, row.inside & (chunk * CHUNK < row.k)
+    inside = row.inside
+    if cutlass.const_expr(not shape.full):
+        inside = inside & (chunk * CHUNK < row.k)
+    return chunk, inside
 
 
 @cute.jit

@@ -25,7 +25,7 @@ from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from .config import SCALE_BLOCK_ROWS, WARP_SIZE
@@ -106,10 +106,11 @@ class RowQuantize:
         offset: Float32,
     ):
         if cutlass.const_expr(self.config.pdl):
+            # The next kernel may be launched once all CTAs of this one run, and waits for its end.
+            cute.arch.griddepcontrol_launch_dependents()
             # Everything that is read may come from the kernel before, and everything that is
             # written may be read by it.
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
         row, threads = self._place(operands, rows, k)
         words = self._reduction_words()
         held = cute.make_rmem_tensor((chunk_words(self.dtype), self.config.shape.chunks), Int32)
@@ -143,7 +144,12 @@ class RowQuantize:
         first = row_offset(operands.x, index, self.config.view)
         warps = self.config.warps
         threads = RowThreads(warps, in_cta * warps, in_row // WARP_SIZE, thread % WARP_SIZE)
-        return Row(index, index < rows, in_row, first, k), threads
+        inside = index < rows
+        if cutlass.const_expr(shape.rows == 1 and not self.config.blocked):
+            inside = Boolean(True)
+        if cutlass.const_expr(shape.full):
+            k = Int32(shape.elements)
+        return Row(index, inside, in_row, first, k), threads
 
     @cute.jit
     def _reduction_words(self):
@@ -187,7 +193,7 @@ class RowQuantize:
                 amax = cutlass.max(amax, amax_bits(held, self.dtype))
         else:
             amax = amax_bits(held, self.dtype)
-        return token_scale(row_max(amax, words[2], threads))
+        return token_scale(row_max(amax, words[2], threads), self.dtype is not Float32)
 
 
 def make(config: RowConfig, target: str) -> tuple[RowQuantize, list[object]]:

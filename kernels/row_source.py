@@ -30,7 +30,8 @@ class RowSource:
         first_time: cutlass.Constexpr,
     ):
         """Fill ``held``: x, x + residual (written the first time) or act(gate) * up, rounded."""
-        held.fill(0)
+        if cutlass.const_expr(not self.config.shape.full):
+            held.fill(0)
         second = cute.make_rmem_tensor(held.layout, Int32)
         for i in cutlass.range_constexpr(self.config.shape.chunks):
             chunk, inside = chunk_of(row, panel, i, self.config.shape)

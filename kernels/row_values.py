@@ -87,26 +87,38 @@ def add(words: cute.Tensor, others: cute.Tensor, dtype: cutlass.Constexpr):
 @cute.jit
 def amax_bits(words: cute.Tensor, dtype: cutlass.Constexpr) -> Int32:
     """The largest magnitude in some words, as the bits of a non-negative fp32; NaN is largest."""
-    amax = Int32(0)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        if cutlass.const_expr(dtype is Float32):
+    if cutlass.const_expr(dtype is Float32):
+        amax = Int32(0)
+        for i in cutlass.range_constexpr(cute.size(words)):
             magnitude = cute.math.abs(words[i].bitcast(Float32))
             amax = cute.arch.fmax(amax.bitcast(Float32), magnitude, nan=True).bitcast(Int32)
-        else:
-            pair = words[i] & _MAGNITUDES
-            if cutlass.const_expr(i > 0):
-                pair = cute.arch.inline_ptx(
-                    f"max.NaN.{_PTX[dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
-                    write_only_types=[Int32],
-                    read_only_args=[amax, pair],
-                )
-            amax = pair
+        return amax
+    amax = _largest([words[i] for i in range(cute.size(words))], dtype) & _MAGNITUDES
     if cutlass.const_expr(dtype is BFloat16):
         return cutlass.max(amax << 16, amax & _UPPER)
-    if cutlass.const_expr(dtype is Float16):
-        pair = cute.make_rmem_tensor(2, Float16)
-        cute.recast_tensor(pair, Int32)[0] = amax
-        both = cute.make_rmem_tensor(2, Float32)
-        both.store(pair.load().to(Float32))
-        return cutlass.max(both[0].bitcast(Int32), both[1].bitcast(Int32))
-    return amax
+    pair = cute.make_rmem_tensor(2, Float16)
+    cute.recast_tensor(pair, Int32)[0] = amax
+    both = cute.make_rmem_tensor(2, Float32)
+    both.store(pair.load().to(Float32))
+    return cutlass.max(both[0].bitcast(Int32), both[1].bitcast(Int32))
+
+
+def _largest(words: list[Int32], dtype: Any) -> Int32:
+    """The larger magnitudes of two columns of 16-bit values, with any signs.
+
+    In pairs of pairs, so that no maximum waits for all before it.
+    """
+    while len(words) > 1:
+        half = len(words) // 2
+        pairs = zip(words[:half], words[half : 2 * half], strict=True)
+        words = [_larger(a, b, dtype) for a, b in pairs] + words[2 * half :]
+    return words[0]
+
+
+def _larger(a: Int32, b: Int32, dtype: Any) -> Int32:
+    larger: Int32 = cute.arch.inline_ptx(
+        f"max.NaN.xorsign.abs.{_PTX[dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+    return larger

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS, RowConfig, is_wide, shape_of
+from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS, RowConfig, shape_of
 from cute_fp8.problem import ALIGNMENT
 from cute_fp8.rows import KERNEL_OPS, RowInputs, RowOptions, RowProblem, check_rows
 
@@ -55,7 +55,7 @@ def config_of(problem: RowProblem, pdl: bool) -> RowConfig:
         op=op,
         dtype=dtype,
         variant=options.variant,
-        shape=shape_of(problem.k, options.keep or is_wide(op, dtype)),
+        shape=shape_of(problem.k, op, options.variant, dtype, weight, keep=options.keep),
         view=view.name,
         weight=weight,
         bias=bias,

@@ -41,6 +41,7 @@ from .mx_output import scale_byte
 
 #: Bits of Inf, and of the NaN that marks a row.
 _INF, _NAN = 0x7F800000, 0x7FC00000
+_NEGATIVE_ZERO = -0x80000000
 _FP8_MAX, _MIN_SCALE = 448.0, 2.0**-126
 #: In fp32, scales below this are lifted: 2^-93 and more leave all remainders of normal codes exact.
 _TINY, _LIFT = 2.0**-90, 2.0**64
@@ -124,7 +125,9 @@ def block_scale(amax: Int32) -> BlockScale:
     # At most 247 for what is finite: a normal factor, and no product is rounded above 2^-126.
     factor = float_of((2 * E8M0_BIAS - cutlass.min(byte, Int32(E8M0_NAN - 1))) << 23)
     factor = Float32(select_(amax >= _INF, float_of(Int32(_NAN)), factor))
-    return BlockScale(byte, factor, Float32(select_(amax == 0, Float32(0.0), Float32(-0.0))))
+    # By their bits: as numbers, 0 and -0 are one constant to the compiler.
+    zero = float_of(Int32(select_(amax == 0, Int32(0), Int32(_NEGATIVE_ZERO))))
+    return BlockScale(byte, factor, zero)
 
 
 @cute.jit

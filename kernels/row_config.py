@@ -57,23 +57,28 @@ class RowShape:
 STREAMS = RowShape(512, 2, streams=True)
 
 
-def shape_of(k: int, wide: bool) -> RowShape:
-    """The shape for rows of ``k``; ``wide`` as in :func:`is_wide`.
+def shape_of(k: int, op: str, variant: str, *dtypes: str | None, keep: bool = False) -> RowShape:
+    """The shape for rows of ``k``; the rest as in :class:`RowConfig`.
 
     By the length of the row alone, never by the number of rows: a row's sum is then added up in the
-    same order in every batch. As few threads as hold the row, so that few of them idle.
+    same order in every batch. As few threads as hold the row, so that few of them idle; for norms
+    few with much, as each has to take part in two reductions.
     """
-    chunks = 1 if k <= 1024 else 2 if k <= 4096 else 4
+    norm, narrow = op in NORMS, "float32" not in dtypes
+    # 1024 threads have 64 registers each: too few for a norm, and for anything in fp32.
+    most = 512 if norm or keep or not narrow else 1024
+    chunks = 1 if k <= 1024 else 2 if k <= (2048 if norm else 4096) else 4
+    if k > 8192 and op == "rmsnorm" and variant == "per_token" and narrow:
+        eight = _of_chunks(k, 8)
+        if eight.full and eight.threads <= most // 2:
+            return eight
+    shape = _of_chunks(k, chunks)
+    return shape if shape.threads <= most else STREAMS
+
+
+def _of_chunks(k: int, chunks: int) -> RowShape:
     threads = -(-k // (chunks * CHUNK * 32)) * 32
-    # 1024 threads have 64 registers each.
-    if threads > (512 if wide else 1024):
-        return STREAMS
     return RowShape(threads, chunks, full=threads * chunks * CHUNK == k)
-
-
-def is_wide(op: str, *dtypes: str | None) -> bool:
-    """Whether a thread needs more than 64 registers: for a norm, and for anything in fp32."""
-    return op in NORMS or "float32" in dtypes
 
 
 @dataclass(frozen=True)
@@ -127,15 +132,17 @@ class RowConfig:
 
         As many as measured best, where that spills none.
         """
-        threads = self.shape.cta_threads
+        threads, chunks = self.shape.cta_threads, self.shape.chunks
         heavy = self.keep or self.op == "layernorm" or self.shape.streams
-        heavy |= self.residual and self.variant == "mxfp8" and self.shape.chunks > 2
-        if heavy or "float32" in (self.dtype, self.weight):
+        heavy |= self.residual and self.variant == "mxfp8" and chunks > 2 and not self.shape.full
+        if heavy or self.view == "scattered" or "float32" in (self.dtype, self.weight):
             return max(1, 512 // threads)
-        if self.shape.chunks > 2:
-            return -(-896 // threads)
+        if chunks > 4:
+            return max(1, 672 // threads)
+        if chunks > 2:
+            return max(1, {"quantize": 1344, "rmsnorm": 1024}.get(self.op, 896) // threads)
         many = self.op == "rmsnorm" and self.variant == "per_token" and not self.residual
-        return (1536 if many else 1280) // threads
+        return (2048 if self.op == "quantize" else 1536 if many else 1280) // threads
 
     @property
     def smem_bytes(self) -> int:
@@ -174,10 +181,11 @@ def shipped_rows(pdl: bool = True) -> list[RowConfig]:
     """
     bf16 = "bfloat16"
     found = []
-    for k in (1024, 4096, 8192, 16384):
+    for k in (1024, 4096, 8192, 14336):
         for variant, blocked in (("per_token", False), ("mxfp8", True)):
             for op in ("quantize", "rmsnorm", "silu_mul"):
-                config = RowConfig(op, bf16, variant, shape_of(k, is_wide(op)), blocked=blocked)
+                shape = shape_of(k, op, variant, bf16)
+                config = RowConfig(op, bf16, variant, shape, blocked=blocked)
                 if op == "rmsnorm":
                     config = replace(config, weight=bf16, round_twice=True)
                     found.append(replace(config, residual=True))
@@ -186,6 +194,9 @@ def shipped_rows(pdl: bool = True) -> list[RowConfig]:
     plain, gate = (next(c for c in found if c.op == op) for op in ("quantize", "silu_mul"))
     for dtype in ("float16", "float32"):
         found += [replace(config, dtype=dtype) for config in (plain, norm, gate)]
+    # Rows that leave something of the registers empty.
+    part = [replace(config, shape=replace(config.shape, full=False)) for config in found[:4]]
+    found += part
     found += [replace(plain, view=view) for view in VIEWS[1:]]
     found += [replace(plain, variant="mxfp8"), replace(gate, interleaved=True)]
     found += [replace(gate, op=op) for op in GATES[1:]]

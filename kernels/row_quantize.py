@@ -106,11 +106,11 @@ class RowQuantize:
         offset: Float32,
     ):
         if cutlass.const_expr(self.config.pdl):
-            # The next kernel may be launched once all CTAs of this one run, and waits for its end.
-            cute.arch.griddepcontrol_launch_dependents()
             # Everything that is read may come from the kernel before, and everything that is
-            # written may be read by it.
+            # written may be read by it. The next kernel is let in only then: before, its CTAs
+            # would take room that this one's own still need.
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         row, threads = self._place(operands, rows, k)
         words = self._reduction_words()
         held = cute.make_rmem_tensor((chunk_words(self.dtype), self.config.shape.chunks), Int32)

@@ -4,10 +4,9 @@
     python -m perf.producers --ops rmsnorm_quantize --sizes 16x4096 --no-peers
 
 Each call reads its own copy of the input and writes its own output; together the copies are more
-than any L2 holds. ``inductor`` is ``torch.compile`` (max-autotune, without CUDA graphs of its own)
-of the same math, less the rules for zeros, NaN and tiny rows. ``copy`` is an elementwise kernel
-that reads and writes half of the bytes each. Every result is checked, those of the timed buffers
-again.
+than any L2 holds. ``inductor`` is the same math through ``torch.compile`` (``inductor.py``),
+compiled and tuned beforehand. ``copy`` is an elementwise kernel that reads and writes half of the
+bytes each. Every result is checked, those of the timed buffers again.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cute_fp8.dispatch import explain
 from cute_fp8.environment import commit, environment
 from cute_fp8.row_case import RowCase, error, errors, row_case
 from cute_fp8.settings import use
 from cute_fp8.sweep import Contender, time_contenders
+from perf import inductor as peer
 from perf import roofs
 from perf.measure import Times, fake_times, paced_times
 from perf.report import geomean
@@ -124,12 +122,26 @@ def copy(case: RowCase, copies: int, device: str) -> Contender:
     return Copy("copy", call, copies, torch.empty(0))
 
 
+def case_of(op: str, variant: str, m: int, k: int, device: str) -> RowCase:
+    """The call to time: rows drawn, and the same again as often as it takes."""
+    options: dict[str, Any] = {"rounding": "hf"} if op == "rmsnorm_quantize" else {}
+    case = row_case(op, min(m, DRAWN_ROWS), k, variant, device=device, **options)
+    x = case.inputs.x
+    return replace(case, inputs=case.inputs._replace(x=x.repeat(m // x.shape[0], 1)))
+
+
+def compile_only(op: str, variant: str, m: int, k: int) -> None:
+    """Have Inductor and ourselves compile what such a row times, into their caches on disk."""
+    case = case_of(op, variant, m, k, "cuda")
+    case.run()
+    inductor([case])(0)
+    torch.cuda.synchronize()
+
+
 def inductor(cases: Sequence[RowCase]) -> Callable[[int], Result]:
     """The same math, compiled for these sizes."""
-    torch._dynamo.reset()
     options = cases[0].options
-    function = partial(MATH[options.op], variant=options.variant, eps=options.eps)
-    compiled = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+    compiled = peer.compiled(options.op, options.variant, options.eps)
 
     def call(i: int) -> Result:
         x, weight, _, _ = cases[i].inputs
@@ -141,52 +153,12 @@ def inductor(cases: Sequence[RowCase]) -> Callable[[int], Result]:
     return call
 
 
-def _quantised(y: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """What people write, with one rounding rule more: MXFP8's exponent is rounded up."""
-    if variant == "per_token":
-        values = y.float()
-        scale = values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 448.0
-        return (values / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale.squeeze(-1)
-    blocks = y.float().unflatten(-1, (-1, 32))
-    bits = (blocks.abs().amax(dim=-1, keepdim=True) / 448.0).view(torch.int32)
-    exponent = ((bits + 0x7FFFFF) >> 23).clamp(0, 254)
-    factor = ((254 - exponent) << 23).view(torch.float32)
-    codes = (blocks * factor).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), exponent.squeeze(-1).to(torch.uint8)
-
-
-def _plain(x: Tensor, weight: Tensor | None, variant: str, eps: float) -> tuple[Tensor, Tensor]:
-    return _quantised(x, variant)
-
-
-def _rmsnorm(x: Tensor, weight: Tensor | None, variant: str, eps: float) -> tuple[Tensor, Tensor]:
-    assert weight is not None
-    values = x.float()
-    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return _quantised(values.to(x.dtype) * weight, variant)
-
-
-def _silu_mul(x: Tensor, weight: Tensor | None, variant: str, eps: float) -> tuple[Tensor, Tensor]:
-    gate, up = x.float().chunk(2, dim=-1)
-    return _quantised((F.silu(gate) * up).to(x.dtype), variant)
-
-
-MATH: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "quantize": _plain,
-    "rmsnorm_quantize": _rmsnorm,
-    "silu_mul_quantize": _silu_mul,
-}
-
-
 def rows(
     op: str, variant: str, m: int, k: int, *, device: str, peers: bool, plain: bool
 ) -> Iterator[Row]:
     """A row for every contender of one size."""
     dry = device == "cpu"
-    options: dict[str, Any] = {"rounding": "hf"} if op == "rmsnorm_quantize" else {}
-    case = row_case(op, min(m, DRAWN_ROWS), k, variant, device=device, **options)
-    x = case.inputs.x
-    case = replace(case, inputs=case.inputs._replace(x=x.repeat(m // x.shape[0], 1)))
+    case = case_of(op, variant, m, k, device)
     cases = copies_of(case, DRY_BYTES if dry else ROTATED_BYTES)
     route = explain(op, m=m, k=k, variant=variant, device=device).route
     assert route is not None
@@ -242,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--plain", action="store_true", help="also launched after the kernel before")
     p.add_argument("--out", type=Path, help="of the result, written anew after every size")
+    p.add_argument("--compile-only", action="store_true", help="fill the caches on disk")
     p.add_argument("--dry-run", action="store_true", help="on the CPU, times made up")
     args = p.parse_args(arguments)
     if not args.dry_run and not torch.cuda.is_available():
@@ -253,24 +226,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cpu" if args.dry_run else "cuda"
     ops = [tuple(op.split(":")) if ":" in op else (op, "per_token") for op in args.ops or ()] or OPS
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes or ()] or SIZES
+    jobs = [(op, variant, m, k) for op, variant in ops for m, k in sizes]
+    if args.compile_only:
+        for job in jobs:
+            compile_only(*job)
+        return 0
+    if args.peers and not args.dry_run:
+        print(f"compiled in {peer.compile_all(jobs):.1f} s", flush=True)
     meta: dict[str, Any] = {**environment(), "commit": commit(), "date": date.today().isoformat()}
     meta |= {"gpu": "dry run"} if args.dry_run else roofs.bandwidths()
     meta = {name: value for name, value in meta.items() if name in META}
     found: list[Row] = []
-    for op, variant in ops:
-        for m, k in sizes:
-            if args.dry_run:
-                m, k = min(m, 8), min(k, 64)
-            start = time.perf_counter()
-            fresh = list(rows(op, variant, m, k, device=device, peers=args.peers, plain=args.plain))
-            found += fresh
-            for line in summary(fresh, meta.get("copy_gbps")):
-                print(f"{line} ({time.perf_counter() - start:.1f} s)", flush=True)
-            if args.out is not None:
-                seconds = round(time.perf_counter() - begun, 1)
-                save(args.out, {**meta, "seconds": seconds}, found)
-            if not args.dry_run:
-                torch.cuda.empty_cache()
+    for op, variant, m, k in jobs:
+        if args.dry_run:
+            m, k = min(m, 8), min(k, 64)
+        start = time.perf_counter()
+        fresh = list(rows(op, variant, m, k, device=device, peers=args.peers, plain=args.plain))
+        found += fresh
+        for line in summary(fresh, meta.get("copy_gbps")):
+            print(f"{line} ({time.perf_counter() - start:.1f} s)", flush=True)
+        if args.out is not None:
+            seconds = round(time.perf_counter() - begun, 1)
+            save(args.out, {**meta, "seconds": seconds}, found)
+        if not args.dry_run:
+            torch.cuda.empty_cache()
     print(list(summary(found, meta.get("copy_gbps")))[-1])
     wrong = any("failed" in row and row["impl"].startswith("cute_fp8") for row in found)
     return int(wrong)
@@ -278,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 #: What a result file's meta may hold.
 META = (
-    "gpu", "driver", "torch", "dsl", "cute_fp8", "commit", "date", "read_gbps", "copy_gbps",
+    "gpu", "driver", "torch", "dsl", "cute_fp8", "kernels", "commit", "date", "read_gbps",
+    "copy_gbps",
 )  # fmt: skip
 
 

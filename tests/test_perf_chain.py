@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("jsonschema")
-from cute_fp8.numerics import quantize_fp8  # noqa: E402
-from cute_fp8.row_case import row_case  # noqa: E402
-from cute_fp8.sweep import rotated  # noqa: E402
-from perf import chain, producers, report  # noqa: E402
+from cute_fp8.numerics import quantize_fp8
+from cute_fp8.row_case import row_case
+from cute_fp8.sweep import rotated
+from perf import chain, producers, report
 
 
 def pair() -> chain.Pair:

@@ -11,9 +11,7 @@ from torch.nn import functional as F
 
 import cute_fp8
 from cute_fp8 import numerics, producers
-from cute_fp8.kernels.row_config import (
-    RowConfig,
-)
+from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.row_case import error, errors, row_case
 from cute_fp8.rows import OPS
 from cute_fp8.testing import KINDS
@@ -346,7 +344,8 @@ def test_routes(op: str, variant: str) -> None:
         found = cute_fp8.explain(op, m=16, k=4096, variant=variant, capability=capability)
         assert found.route is not None and found.route.target == target
         assert found.route.entry.name == "cute:row_quantize"
-        assert f"for {target}, 256 threads a row, matrix" in str(found)
+        threads = 128 if "norm" in op else 256
+        assert f"for {target}, {threads} threads a row, matrix" in str(found)
         config = found.route.rows
         assert isinstance(config, RowConfig) and config.pdl is (capability >= (9, 0))
     for pinned in ("stand-in", "cute", "auto"):

@@ -14,7 +14,7 @@ import cute_fp8
 from cute_fp8 import row_reference
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.row_case import RowCase, errors, row_case
-from cute_fp8.rows import OPS, RowInputs, check_rows, result_names
+from cute_fp8.rows import KERNEL_OPS, OPS, RowInputs, check_rows, result_names
 from cute_fp8.testing import KINDS
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +75,17 @@ def test_the_kernel_is_what_runs() -> None:
 def test_every_op(op: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     for m, k in ((1, 32), (5, 96), (130, 1024), (37, 4096), (3, 14336)):
         check(case_of(op, m, k, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("op", [op for op in OPS if KERNEL_OPS[op] != "quantize"])
+def test_the_same_where_nothing_is_kept(op: str, options: dict[str, Any]) -> None:
+    # The kernels that are used: `check` needs those that return what they quantise.
+    for m, k in ((5, 1056), (37, 4096), (3, 14336)):
+        case = case_of(op, m, k, **options)
+        kept = case.kept().run()
+        for a, b in zip(case.run(), kept, strict=False):
+            assert torch.equal(as_bytes(a), as_bytes(b))
 
 
 @pytest.mark.parametrize("options", VARIANTS)

@@ -82,6 +82,11 @@ def build_ptx(config: Config, target: str) -> str:
         return files[0].read_text()
 
 
+def digest_of(ptx: str) -> str:
+    """What tells a kernel's PTX from another's."""
+    return hashlib.sha256(ptx.encode()).hexdigest()[:12]
+
+
 def verifier_input(ptx: str, launch: Launch) -> dict[str, Any]:
     """The verifier's configuration of a launch.
 
@@ -169,7 +174,7 @@ def verify_kernel(config: Config, target: str) -> Proof:
         # Atomics, by which parts of split-K are added up, are not modelled.
         config = replace(config, fix_up=False)
         ptx = build_ptx(config, target)
-        digest = hashlib.sha256(ptx.encode()).hexdigest()[:12]
+        digest = digest_of(ptx)
         result, details = check_ptx(ptx, launch_of(config))
     return Proof(config.name, target, result, time.perf_counter() - start, details, digest)
 

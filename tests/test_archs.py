@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import archs, compiler, environment, kernel_sources
+from cute_fp8 import archs, compiler, environment, kernel_sources, verify
 from cute_fp8.archs import (
     COLUMNS,
     EARLIER,
@@ -132,6 +132,19 @@ def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
     found = {i["kernel"] for i in data["inspections"] if i["target"] == target}
     shipped = {config.name for config in compiler.shipped_configs(target=target)}
     assert shipped <= found, "stale: run `make inspect archs`"
+
+
+def test_every_gemm_of_sm_120_has_been_proved() -> None:
+    """With the PTX that it has now: of two compiled again here, all others by their sources."""
+    file = RESULTS / "sm_120a" / "verify.json"
+    evidence = Evidence(file.name, json.loads(file.read_text(encoding="utf-8")))
+    assert evidence.is_current("gemm_sm120"), "stale: run `make verify archs`"
+    found = {proof["kernel"]: proof for proof in evidence.get("proofs", list)}
+    gemms = [c for c in verify.verified_configs() if isinstance(c, GemmConfig)]
+    assert {found[c.name]["result"] for c in gemms} == {verify.PASS}
+    for config in (gemms[-1], gemms[9]):
+        ptx = verify.build_ptx(replace(config, fix_up=False), "sm_120a")
+        assert verify.digest_of(ptx) == found[config.name]["ptx"], config.name
 
 
 def test_main_loops_are_as_lean_as_recorded() -> None:

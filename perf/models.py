@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -267,10 +268,12 @@ class Study:
 
     def run(self, minilm: Path | None) -> None:
         """All steps, the most wanted first."""
-        self.fill("per_token")
-        model = self.decoder()
-        self.say("the decoder is there")
-        self.time_model(model, "torch_bf16", "bf16")
+        with ThreadPoolExecutor(1) as beside:  # compiling is other processes' work
+            filled = beside.submit(self.fill, "per_token")
+            model = self.decoder()
+            self.say("the decoder is there")
+            self.time_model(model, "torch_bf16", "bf16")
+            filled.result()
         self.convert(model, "per_token")
         self.time_model(model, "cute_fp8", "per_token")
         del model

@@ -1,18 +1,19 @@
 """FP8 W8A8 matrix multiplication for PyTorch at the full tensor-core rate of sm_120 and sm_121.
 
 Importing this package initialises no CUDA context and imports no compiler; both happen at first
-use.
+use. What is not needed to run a layer is imported when it is asked for.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8 import row_ops as _row_ops  # noqa: F401
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
-from cute_fp8.checkpoint import load_checkpoint, save_checkpoint
 from cute_fp8.compiler import compile
-from cute_fp8.conversion import convert
 from cute_fp8.decoder import decoder_block, decoder_mlp
 from cute_fp8.decoder_module import DecoderBlock
 from cute_fp8.decoder_weights import DecoderConfig, DecoderWeights, Projection
@@ -40,9 +41,33 @@ from cute_fp8.producers import (
 )
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
-from cute_fp8.tuning import autotune
+
+if TYPE_CHECKING:
+    from cute_fp8.checkpoint import load_checkpoint, save_checkpoint
+    from cute_fp8.conversion import convert
+    from cute_fp8.tuning import autotune
 
 __version__ = "0.1.0"
+
+#: Where what is imported late comes from.
+_LATE = {
+    "autotune": "cute_fp8.tuning",
+    "convert": "cute_fp8.conversion",
+    "load_checkpoint": "cute_fp8.checkpoint",
+    "save_checkpoint": "cute_fp8.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "FP8_MAX",

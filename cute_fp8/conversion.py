@@ -171,6 +171,8 @@ def _reasons(
             found[name] = "an output head, which stays unless it is included by name"
         elif sizes is not None:
             found[name] = sizes
+        elif weight.device.type == "meta":
+            found[name] = "has no values, for it is on the meta device"
         elif not weight.is_floating_point() or weight.dtype is torch.float64:
             found[name] = f"its weight is {weight.dtype}"
     return found

@@ -111,6 +111,7 @@ def test_layers_that_must_not_be_touched() -> None:
             "hooked": nn.Linear(64, 64),
             "fp64": nn.Linear(64, 64, dtype=torch.float64),
             "lazy": nn.LazyLinear(64),
+            "empty": nn.Linear(64, 64, device="meta"),
             "nan": nn.Linear(64, 64),
             "embed": nn.Embedding(64, 64),
             "tied": nn.Linear(64, 64, bias=False),
@@ -130,6 +131,7 @@ def test_layers_that_must_not_be_touched() -> None:
         "t5.wo": "T5DenseActDense reads its weight itself",
         "hooked": "has forward hooks, which would be lost",
         "fp64": "its weight is torch.float64",
+        "empty": "has no values, for it is on the meta device",
         "nan": "w: got a NaN or Inf in output channel 5, must be finite",
         "tied": "shares its weight with embed",
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +168,22 @@ def test_refusals(tmp_path: Path) -> None:
             tensor_parallel.forward(layer, x)
 
     in_ranks(work, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_started_as_torchrun_does(backend: str) -> None:
+    """Processes of their own; with NCCL where there are two GPUs."""
+    if backend == "nccl" and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs, there are {torch.cuda.device_count()}")
+    script = Path(__file__).parent / "helpers" / "tensor_parallel_world.py"
+    root = str(Path(cute_fp8.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), backend],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -19,6 +19,7 @@ Tile = TileConfig | HopperTile
 
 _HOPPER_TILE = re.compile(
     r"(\d+)x(\d+)x128_s(\d+)_g(\d+)p(\d+)(_swap)?(?:_split(\d+))?(?:_shared(\d+))?"
+    r"(_pingpong)?"
 )
 _TILE = re.compile(r"(\d+)x(\d+)x(\d+)_s(\d+)_w(\d+)x(\d+)(_swap)?(_pingpong)?")
 _SPLIT = re.compile(r"split(\d+)")
@@ -136,7 +137,8 @@ def _hopper_choice(name: str, found: re.Match[str], pdl: bool) -> Choice:
     m, n, stages, warpgroups, part = map(int, found.groups()[:5])
     swap, splits, sharers = found[6] is not None, int(found[7] or 1), int(found[8] or 1)
     if min(m, n, stages, warpgroups, part, splits, sharers) > 0:
-        tile = HopperTile(m, n, part, warpgroups, stages, swap, splits, sharers)
+        pingpong = found[9] is not None
+        tile = HopperTile(m, n, part, warpgroups, stages, swap, splits, sharers, pingpong)
         choice = Choice(tile, pdl=pdl)
         if choice.name == name:
             return choice.check()

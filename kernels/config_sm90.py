@@ -22,6 +22,9 @@ SM_REGISTERS, PRODUCER_REGISTERS, MOST_REGISTERS = 512, 24, 240
 OTHER_REGISTERS = 32
 #: K-tiles whose partial sums overlap before the tensor core is waited for.
 LINKS = 8
+#: What is stored at once, through shared memory: a row of 128 bytes, the widest swizzle row. A
+#: warpgroup has two such boxes where there is room.
+BOX_ROWS, BOX_COLUMNS, BOX_BYTES, MOST_BOXES = WGMMA_M, 64, 8192, 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class HopperTile:
     A tile has ``m`` tokens and ``n`` output channels. The rows of the operand on the MMA's M side
     (tokens, or with ``swap_ab`` channels) are shared out among ``warpgroups``, and each share is
     computed in *parts* of 64 rows and ``part`` rows of the other operand: one instruction's sums.
+    In ping-pong each of two warpgroups has a tile of its own, and they take turns with the tensor
+    core: one's epilogue runs under the other's main loop.
 
     Attributes:
         part: see above; 8 to 256.
@@ -50,6 +55,7 @@ class HopperTile:
         splits: a cluster of this many CTAs shares the k-tiles of an output tile.
         sharers: a cluster of this many CTAs works on neighbouring tiles, and loads the operand that
             they share, the larger one, once for all (TMA multicast).
+        pingpong: see above. Without promotion only: one warpgroup keeps the tensor core busy.
     """
 
     m: int
@@ -60,9 +66,20 @@ class HopperTile:
     swap_ab: bool = False
     splits: int = 1
     sharers: int = 1
+    pingpong: bool = False
 
-    #: As ``TileConfig`` has them.
-    k, groups, pingpong = TILE_K, 1, False
+    #: As ``TileConfig`` has it.
+    k = TILE_K
+
+    @property
+    def groups(self) -> int:
+        """Groups of MMA warps with a tile each."""
+        return 2 if self.pingpong else 1
+
+    @property
+    def tile_warpgroups(self) -> int:
+        """Warpgroups that share one output tile."""
+        return self.warpgroups // self.groups
 
     @property
     def rows_a(self) -> int:
@@ -92,7 +109,7 @@ class HopperTile:
     @property
     def warpgroup_rows(self) -> int:
         """Rows of A that one warpgroup multiplies."""
-        return self.rows_a // self.warpgroups
+        return self.rows_a // self.tile_warpgroups
 
     @property
     def parts_a(self) -> int:
@@ -145,12 +162,12 @@ class HopperTile:
 
     @property
     def group_warps(self) -> int:
-        """MMA warps, which all share one output tile."""
-        return WARPGROUP_WARPS * self.warpgroups
+        """MMA warps that share one output tile."""
+        return WARPGROUP_WARPS * self.tile_warpgroups
 
     @property
     def mma_warps(self) -> int:
-        return self.group_warps
+        return WARPGROUP_WARPS * self.warpgroups
 
     @property
     def mma_registers(self) -> int:
@@ -161,17 +178,20 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """MMA warps, and four of the producer's: three are idle, but have registers to give up."""
-        return (self.group_warps + WARPGROUP_WARPS) * WARP_SIZE
+        return (self.mma_warps + WARPGROUP_WARPS) * WARP_SIZE
 
     @property
     def name(self) -> str:
         name = f"{self.m}x{self.n}x{self.k}_s{self.stages}_g{self.warpgroups}p{self.part}"
         name += "_swap" * self.swap_ab
         name += f"_split{self.splits}" if self.splits > 1 else ""
-        return name + (f"_shared{self.sharers}" if self.sharers > 1 else "")
+        name += f"_shared{self.sharers}" if self.sharers > 1 else ""
+        return name + "_pingpong" * self.pingpong
 
     def fits(self, fast_accum: bool) -> bool:
-        """Whether a thread has registers for its sums."""
+        """Whether a thread has registers for its sums, and the mode is one of the tile's."""
+        if self.pingpong and not fast_accum:
+            return False
         sums = self.part_sums * (self.parts + self.sets(fast_accum))
         return sums + OTHER_REGISTERS <= self.mma_registers
 
@@ -188,7 +208,11 @@ class HopperTile:
     def check(self) -> HopperTile:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""
         a, b = ("n", "m") if self.swap_ab else ("m", "n")
-        if self.rows_a % (self.warpgroups * WGMMA_M):
+        if self.pingpong and (self.warpgroups != 2 or self.splits > 1 or self.swap_ab):
+            raise ValueError(
+                f"tile {self.name}: ping-pong is of 2 warpgroups, without splits or swap_ab"
+            )
+        if self.rows_a % (self.tile_warpgroups * WGMMA_M):
             raise ValueError(f"tile {self.name}: {a} must be a multiple of warpgroups * {WGMMA_M}")
         if self.part % PIECE or self.rows_b % self.part:
             raise ValueError(
@@ -240,12 +264,37 @@ class HopperConfig:
 
     @property
     def barriers(self) -> int:
-        """Full and empty, per stage."""
-        return 2 * self.tile.stages
+        """Full and empty, per stage; a turn for each ping-pong group."""
+        return 2 * self.tile.stages + (self.tile.groups if self.tile.pingpong else 0)
+
+    @property
+    def part_boxes(self) -> int:
+        """Boxes of output that a part makes; 0 if it is stored from registers.
+
+        Those are sums that are transposed, outputs of 32 bits, a residual, which is read in the
+        layout of such stores, and parts that are no whole boxes.
+        """
+        epilogue = self.epilogue
+        columns = self.tile.share // (2 if epilogue.gated else 1)
+        if self.tile.swap_ab or epilogue.out == "float32" or epilogue.residual is not None:
+            return 0
+        return 0 if columns % BOX_COLUMNS else columns // BOX_COLUMNS
+
+    @property
+    def boxes(self) -> int:
+        """Boxes in shared memory, of each warpgroup: as many as fit and a tile fills in turn."""
+        room = SMEM_LIMIT_SM90 - self._bytes_without_boxes
+        made = self.part_boxes * self.tile.parts
+        fit = max(0, min(MOST_BOXES, made, room // (BOX_BYTES * self.tile.warpgroups)))
+        return fit if fit == 0 or made % fit == 0 else 1
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one CTA: the ring, its barriers, scales for the epilogue."""
+        """Dynamic shared memory of one CTA: ring, barriers, scales and boxes for the epilogue."""
+        return self._bytes_without_boxes + self.boxes * BOX_BYTES * self.tile.warpgroups
+
+    @property
+    def _bytes_without_boxes(self) -> int:
         scales = 4 * self.tile.warpgroups * self.tile.staged_scales
         return self.tile.stages * self.stage_bytes + self.barriers * MBARRIER_BYTES + scales
 
@@ -267,6 +316,8 @@ class HopperConfig:
                 f"tile {tile.name}: a cluster exchanges {tile.exchange_bytes} bytes, must be at "
                 f"most {tile.stages * self.stage_bytes} (the ring)"
             )
+        if tile.pingpong and not self.fast_accum:
+            raise ValueError(f"tile {tile.name}: ping-pong is for fast_accum alone")
         if not tile.fits(self.fast_accum):
             raise ValueError(
                 f"tile {tile.name}: a thread's sums, totals and partial ones, must be at most "

@@ -19,6 +19,10 @@ Warp roles
 No warpgroup waits for another: one may be in its epilogue while another still multiplies, or
 multiplies already for the next tile, as far as the stages reach.
 
+In ping-pong each warpgroup takes every second of the CTA's tiles, the first its first; a warpgroup
+multiplies when it has the *turn*, which the other hands over with its last MMAs, and passes over
+the other's stages of the ring.
+
 With ``splits`` the CTAs of a cluster share an output tile's k-tiles (``exchange.py``); such a grid
 has a cluster for every tile, so that each CTA works on one.
 """
@@ -33,15 +37,16 @@ from cutlass import Float32, Int16, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from .barriers import wait
+from .boxes import BoxStore
 from .config import MMA_K, WARP_SIZE
 from .config_sm90 import PRODUCER_REGISTERS, WARP_ROWS, WARPGROUP, WGMMA_M, HopperConfig
 from .epilogue import Epilogue, EpilogueOperands
 from .exchange import MEETINGS, exchange, meet
 from .gemm_sm120 import fake_arguments
 from .mainloop_sm90 import HopperMainloop
-from .ring import Loads, Ring, advance, make_ring
+from .ring import Loads, Ring, advance, make_ring, skip
 from .scheduler import Scheduler, Work
-from .smem import Sharing, tma_load, tma_load_atom
+from .smem import Sharing, tma_load, tma_load_atom, tma_prefetch
 from .staging import fetch, put_down
 
 
@@ -54,6 +59,7 @@ class GemmSm90:
         self.scheduler = Scheduler(config)
         self.mainloop = HopperMainloop(config)
         self.epilogue = Epilogue(config.tile.warp_share, config.epilogue, scaled=True, staged=True)
+        self.box_store = BoxStore(config) if config.boxes else None
 
     # ------------------------------------------------------------------ host
 
@@ -98,7 +104,10 @@ class GemmSm90:
         if cutlass.const_expr(tile.splits == 1):
             clusters = cutlass.min(clusters, max_ctas // tile.cluster)
         operands = EpilogueOperands(out, out_scales, sx, sw, bias, residual)
-        self.kernel(loads, operands, work, m, n).launch(
+        store = None
+        if cutlass.const_expr(self.box_store is not None):
+            store = self.box_store.atom(out)
+        self.kernel(loads, store, operands, work, m, n).launch(
             grid=(clusters * tile.cluster, 1, 1),
             block=(tile.threads, 1, 1),
             cluster=(tile.cluster, 1, 1),
@@ -111,8 +120,19 @@ class GemmSm90:
     # ------------------------------------------------------------------ device
 
     @cute.kernel
-    def kernel(self, loads: Loads, operands: EpilogueOperands, work: Work, m: Int32, n: Int32):
+    def kernel(
+        self,
+        loads: Loads,
+        store: Any,
+        operands: EpilogueOperands,
+        work: Work,
+        m: Int32,
+        n: Int32,
+    ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        boxes = None
+        if cutlass.const_expr(self.box_store is not None):
+            boxes = self.box_store.allocate(store)
         ring = make_ring(loads, self.config, warp, self.tile.sharers)
         scales = SmemAllocator().allocate_array(
             Float32, self.tile.warpgroups * self.tile.staged_scales
@@ -120,6 +140,8 @@ class GemmSm90:
         if cutlass.const_expr(self.config.pdl):
             # The next kernel may take the room that this one leaves, and wait there.
             cute.arch.griddepcontrol_launch_dependents()
+            if warp == self.tile.mma_warps:
+                self.prefetch(loads, ring, work)
             # Nothing that an earlier kernel wrote, or still reads, is touched before this.
             cute.arch.griddepcontrol_wait()
         if warp >= self.tile.mma_warps:
@@ -131,10 +153,31 @@ class GemmSm90:
                     meet()
         else:
             cute.arch.setmaxregister_increase(self.tile.mma_registers)
-            self.mma(ring, scales, operands, work, m, n, warp)
+            self.mma(ring, scales, boxes, operands, work, m, n, warp)
         if cutlass.const_expr(self.tile.sharers > 1):
             # Nobody leaves while another's copies or arrivals may still come.
             meet()
+
+    @cute.jit
+    def prefetch(self, loads: Loads, ring: Ring, work: Work):
+        """Producer warp: have L2 fetch the weights of the ring's first round.
+
+        Before the kernel waits for the one before it, which may be writing these weights: L2 is
+        where both meet, so what is loaded from there later is what was written.
+        """
+        tile = self.tile
+        weights, rows, stages, ctas = loads.b, tile.rows_b, ring.b, tile.sharers_m
+        if cutlass.const_expr(tile.swap_ab):
+            weights, rows, stages, ctas = loads.a, tile.rows_a, ring.a, tile.sharers_n
+        tiles = cute.local_tile(weights.tma_tensor, (rows, tile.k), (None, None))
+        unit, _, _ = self.place()
+        part = self.scheduler.tile(unit, work)
+        _, column = self.own_tile(part.row, part.column)
+        first, end = self.k_range(work)
+        end = cutlass.min(end, first + tile.stages)
+        for k_tile in cutlass.range(first, end, unroll=1):
+            tile_of_weights = tiles[None, None, column, k_tile]
+            tma_prefetch(weights, tile_of_weights, stages[None, None, 0], self.sharing(ctas))
 
     @cute.jit
     def load(self, loads: Loads, ring: Ring, work: Work):
@@ -167,6 +210,7 @@ class GemmSm90:
         self,
         ring: Ring,
         scales: cute.Pointer,
+        boxes: Any,
         operands: EpilogueOperands,
         work: Work,
         m: Int32,
@@ -178,12 +222,19 @@ class GemmSm90:
         group, lane = warp // 4, cute.arch.lane_idx()
         thread = warp % 4 * WARP_SIZE + lane
         token_count, channel_count = self.by_side(tile.warpgroup_rows, tile.rows_b)
-        first_token, first_channel = self.by_side(group * tile.warpgroup_rows, 0)
+        first_row = Int32(0) if tile.pingpong else group * tile.warpgroup_rows
+        first_token, first_channel = self.by_side(first_row, 0)
         scales += group * tile.staged_scales
         totals = cute.make_rmem_tensor((tile.part_sums, tile.parts), Float32)
         stage, phase = Int32(0), Int32(0)
         unit, step, rank = self.place()
         k_first, k_end = self.k_range(work)
+        # A fresh barrier counts as having completed phase 1: the first turn is group 0's.
+        turn_phase = group ^ 1
+        if cutlass.const_expr(tile.pingpong):
+            if group == 1:
+                stage, phase = skip(stage, phase, k_end, tile.stages)
+                unit += step
         while unit < self.scheduler.units(work):
             part = self.scheduler.tile(unit, work)
             row, column = self.own_tile(part.row, part.column)
@@ -191,7 +242,12 @@ class GemmSm90:
             sx = fetch(operands.sx, token, token_count, m, thread)
             sw = fetch(operands.sw, channel, channel_count, n, thread)
             totals.fill(0.0)
+            if cutlass.const_expr(tile.pingpong):
+                wait(ring.turn + group, turn_phase)
+                turn_phase = turn_phase ^ 1
             stage, phase = self.mainloop(ring, totals, stage, phase, k_end - k_first, group)
+            if cutlass.const_expr(tile.pingpong):
+                stage, phase = skip(stage, phase, k_end, tile.stages)
             sums = totals
             if cutlass.const_expr(tile.splits > 1):
                 sums = exchange(tile, totals, ring, group * WARPGROUP + thread, rank)
@@ -199,18 +255,22 @@ class GemmSm90:
             if cutlass.const_expr(tile.splits == 1):
                 rank = Int32(0)
             if rank < tile.owners:
-                self.finish(sums, staged, m, n, token, channel, warp % 4, lane, rank)
-            unit += step
+                self.finish(sums, boxes, staged, m, n, token, channel, group, warp % 4, lane, rank)
+            unit += tile.groups * step
+        if cutlass.const_expr(self.box_store is not None):
+            self.box_store.drain(warp % 4)
 
     @cute.jit
     def finish(
         self,
         sums: cute.Tensor,
+        boxes: Any,
         operands: EpilogueOperands,
         m: Int32,
         n: Int32,
         token: Int32,
         channel: Int32,
+        group: Int32,
         warp: Int32,
         lane: Int32,
         rank: Int32,
@@ -218,17 +278,21 @@ class GemmSm90:
         """The epilogue of this CTA's share of every part of a warpgroup.
 
         Args:
-            token, channel: the first of the warpgroup; warp: of the warpgroup.
+            token, channel: the first of the warpgroup, ``group``; warp: of the warpgroup.
         """
         tile = self.tile
         for part in cutlass.range_constexpr(tile.parts):
             acc = cute.make_tensor(
                 sums[None, part].iterator, cute.make_layout((4, tile.share_sums // 4, 1))
             )
-            row = part % tile.parts_a * WGMMA_M + warp * WARP_ROWS
+            row = part % tile.parts_a * WGMMA_M
             column = part // tile.parts_a * tile.part + rank * tile.share
-            down, right = self.by_side(row, column)
-            self.epilogue(acc, operands, m, n, token + down, channel + right, lane)
+            if cutlass.const_expr(self.box_store is not None):
+                place = token + row, channel + column
+                self.box_store(acc, boxes, operands, m, n, place, part, group, warp, lane)
+            else:
+                down, right = self.by_side(row + warp * WARP_ROWS, column)
+                self.epilogue(acc, operands, m, n, token + down, channel + right, lane)
 
     # ------------------------------------------------------------------ places
 

@@ -120,6 +120,10 @@ class HopperMainloop:
                 self.release(ring, last_stage)
             last_stage = stage
             stage, phase = advance(stage, phase, self.tile.stages)
+        if cutlass.const_expr(self.tile.pingpong):
+            # Its MMAs are all under way: the other's may queue up behind them.
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ring.turn + (group ^ 1))
         warpgroup.wait_group(0)
         if k_tiles > 0:
             self.release(ring, last_stage)
@@ -141,7 +145,9 @@ class HopperMainloop:
             sums: one part's accumulators; read only if ``accumulate``.
         """
         tile = self.tile
-        row_block = group * tile.parts_a + part % tile.parts_a
+        row_block = part % tile.parts_a
+        if cutlass.const_expr(not tile.pingpong):
+            row_block += group * tile.parts_a
         column_block = part // tile.parts_a
         # Made anew each time: the DSL keeps `accumulate` in the object, as a value of the block
         # that set it.

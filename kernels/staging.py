@@ -16,7 +16,7 @@ from .config_sm90 import WARPGROUP
 from .epilogue import EpilogueOperands
 
 #: The first of the named barriers, one per warpgroup; 0 is the whole CTA's.
-_FIRST_BARRIER = 1
+FIRST_BARRIER = 1
 
 
 class Vector(NamedTuple):
@@ -54,7 +54,7 @@ def put_down(
     Args:
         memory: of this warpgroup, ``token_count + channel_count`` fp32.
     """
-    barrier = _FIRST_BARRIER + group
+    barrier = FIRST_BARRIER + group
     # The epilogue of the last tile has read them.
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
     _write(tokens, token_count, memory, thread)

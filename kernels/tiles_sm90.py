@@ -5,24 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .config import MBARRIER_BYTES, EpilogueConfig
-from .config_sm90 import SMEM_LIMIT_SM90, HopperConfig, HopperTile
+from .config_sm90 import BOX_BYTES, SMEM_LIMIT_SM90, HopperConfig, HopperTile
 
 #: Past this, more stages only lengthen the fill.
 MAX_STAGES = 12
 
 
 def filled(tile: HopperTile) -> HopperTile:
-    """The tile with as many stages as shared memory holds."""
+    """The tile with as many stages as shared memory holds, beside a box of output where it may
+    have some.
+    """
     one = HopperConfig(replace(tile, stages=1), EpilogueConfig())
     stage = one.stage_bytes + 2 * MBARRIER_BYTES
-    stages = (SMEM_LIMIT_SM90 - one.smem_bytes + stage) // stage
+    least = one.smem_bytes - max(0, one.boxes - 1) * BOX_BYTES * tile.warpgroups
+    stages = (SMEM_LIMIT_SM90 - least + stage) // stage
     return replace(tile, stages=min(stages, MAX_STAGES)).check()
 
 
 def _tile(
-    m: int, n: int, part: int, warpgroups: int, splits: int = 1, sharers: int = 1
+    m: int,
+    n: int,
+    part: int,
+    warpgroups: int,
+    splits: int = 1,
+    sharers: int = 1,
+    pingpong: bool = False,
 ) -> HopperTile:
-    tile = HopperTile(m, n, part, warpgroups, stages=2, splits=splits, sharers=sharers)
+    tile = HopperTile(m, n, part, warpgroups, 2, False, splits, sharers, pingpong)
     return filled(tile)
 
 
@@ -36,8 +45,18 @@ TILES_SM90 = (
     _tile(256, 128, 128, 2),
     _tile(192, 128, 128, 3),
     _tile(128, 192, 192, 2),
+    _tile(64, 64, 64, 1),
+    _tile(64, 96, 96, 1),
+    _tile(64, 128, 128, 1),
+    _tile(128, 64, 64, 2),
+    _tile(128, 96, 96, 2),
     # Without promotion only: all registers are totals.
     _tile(128, 256, 256, 2),
+    _tile(128, 128, 128, 2, sharers=2, pingpong=True),
+    _tile(128, 128, 128, 2, pingpong=True),
+    _tile(128, 192, 192, 2, pingpong=True),
+    _tile(128, 192, 192, 2, sharers=2, pingpong=True),
+    _tile(64, 256, 256, 2, pingpong=True),
     _tile(128, 128, 128, 2, sharers=2),
     _tile(256, 128, 128, 2, sharers=2),
     _tile(192, 128, 128, 3, sharers=2),

@@ -20,8 +20,9 @@ SMEM_LIMIT_SM90 = 232_448
 SM_REGISTERS, PRODUCER_REGISTERS, MOST_REGISTERS = 512, 24, 240
 #: Registers of an MMA thread that are not accumulators.
 OTHER_REGISTERS = 32
-#: K-tiles whose partial sums overlap before the tensor core is waited for.
-LINKS = 8
+#: K-tiles whose partial sums overlap before the tensor core is waited for: as many of the longest as
+#: there are, then of the next. The longest chains are for the largest tiles: more code to fetch.
+LINKS, LARGE = (16, 8, 1), 128 * 128
 #: What is stored at once, through shared memory: a row of 128 bytes, the widest swizzle row. A
 #: warpgroup has two such boxes where there is room.
 BOX_ROWS, BOX_COLUMNS, BOX_BYTES, MOST_BOXES = WGMMA_M, 64, 8192, 2
@@ -204,6 +205,12 @@ class HopperTile:
             return 0
         free = self.mma_registers - OTHER_REGISTERS - self.parts * self.part_sums
         return 2 if free >= 2 * self.part_sums else 1
+
+    def links(self, fast_accum: bool) -> tuple[int, ...]:
+        """K-tiles of each kind of chain; without a second set of partial sums, nothing overlaps."""
+        if self.sets(fast_accum) < 2:
+            return LINKS[-1:]
+        return LINKS if self.m * self.n >= LARGE else LINKS[1:]
 
     def check(self) -> HopperTile:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""

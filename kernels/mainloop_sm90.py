@@ -8,7 +8,7 @@ issued before the last set is waited for. The warpgroups taking turns are DeepGE
 
 The machine code is good only as long as the compiler sees that no accumulator is touched while MMAs
 are at work on it; else it waits after every single one (ptxas says so: C7510 to C7514). Two rules
-keep it that way. Two sets alternate within straight-line code of a few k-tiles (``LINKS``) and meet
+keep it that way. Two sets alternate within straight-line code of several k-tiles (a *chain*) and meet
 at its end: carried around a loop they are copied in flight. And additions are pinned to where they
 stand: left to itself the compiler moves them below the next MMAs, which then need registers of
 their own.
@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .barriers import wait
-from .config_sm90 import LINKS, WGMMA_K, WGMMA_M, HopperConfig
+from .config_sm90 import WGMMA_K, WGMMA_M, HopperConfig
 from .ring import Ring, advance
 
 
@@ -34,6 +34,7 @@ class HopperMainloop:
         self.tile = config.tile
         self.fast_accum = config.fast_accum
         self.sets = config.tile.sets(config.fast_accum)
+        self.links = config.tile.links(config.fast_accum)
 
     @cute.jit
     def __call__(
@@ -57,12 +58,12 @@ class HopperMainloop:
         if cutlass.const_expr(self.fast_accum):
             return self.accumulate(ring, totals, stage, phase, k_tiles, group)
         partials = cute.make_rmem_tensor((self.tile.part_sums, self.sets), Float32)
-        links = LINKS if self.sets > 1 else 1
-        for _ in cutlass.range(k_tiles // links, unroll=1):
-            stage, phase = self.chain(ring, totals, partials, stage, phase, links, group)
-        if cutlass.const_expr(links > 1):
-            for _ in cutlass.range(k_tiles % links, unroll=1):
-                stage, phase = self.chain(ring, totals, partials, stage, phase, 1, group)
+        left = k_tiles
+        for i in cutlass.range_constexpr(len(self.links)):
+            links = self.links[i]
+            for _ in cutlass.range(left // links, unroll=1):
+                stage, phase = self.chain(ring, totals, partials, stage, phase, links, group)
+            left = left % links
         return stage, phase
 
     @cute.jit

@@ -106,7 +106,11 @@ class Pick:
 
 def spills(tile: HopperTile, epilogue: EpilogueConfig) -> bool:
     """Whether the values of a bias do not fit beside a tile's sums (seen in its machine code)."""
-    return tile.m == 256 and epilogue.bias is not None
+    if epilogue.bias is None or not (tile.m == 256 or tile.pingpong):
+        return False
+    # Boxes of output take the bias of few columns at a time.
+    boxed = HopperConfig(tile, epilogue, fast_accum=tile.pingpong).boxes > 0
+    return not boxed or tile.n > 128
 
 
 def parse(name: str) -> Choice:

@@ -170,6 +170,9 @@ def _hopper_candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:
         # Of the tiles for few tokens, the narrowest that holds all of them.
         if tile.swap_ab and tile.m > 8 and not tile.m // 2 < m <= tile.m:
             continue
+        # Of the others, none that would lie mostly past the last token.
+        if not tile.swap_ab and m <= tile.m // 2:
+            continue
         if spills(tile, epilogue):
             continue
         try:

@@ -106,9 +106,7 @@ class BoxStore:
             sums = cute.make_tensor(
                 acc.iterator + i * width // 2, cute.make_layout((4, width // PIECE, 1))
             )
-            words = self.epilogue.packed(
-                sums, operands, m, n, row + warp * WARP_ROWS, first, lane
-            )
+            words = self.epilogue.packed(sums, operands, m, n, row + warp * WARP_ROWS, first, lane)
             if warp == 0:
                 # What it stored from this box has been read.
                 cute.arch.cp_async_bulk_wait_group(self.config.boxes - 1, read=True)

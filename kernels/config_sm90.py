@@ -20,8 +20,9 @@ SMEM_LIMIT_SM90 = 232_448
 SM_REGISTERS, PRODUCER_REGISTERS, MOST_REGISTERS = 512, 24, 240
 #: Registers of an MMA thread that are not accumulators.
 OTHER_REGISTERS = 32
-#: K-tiles whose partial sums overlap before the tensor core is waited for: as many of the longest as
-#: there are, then of the next. The longest chains are for the largest tiles: more code to fetch.
+#: K-tiles whose partial sums overlap before the tensor core is waited for: chains of the first
+#: length as long as there are k-tiles for one, then of the next. Only large tiles have the longest:
+#: their code takes a while to fetch.
 LINKS, LARGE = (16, 8, 1), 128 * 128
 #: What is stored at once, through shared memory: a row of 128 bytes, the widest swizzle row. A
 #: warpgroup has two such boxes where there is room.

@@ -2,9 +2,9 @@
 16-byte stores.
 
 All math is fp32 in the accumulator's own layout; the only rounding is the last one, to the output's
-dtype. What it stores itself does not go through shared memory, so the epilogue of one tile can never
-meet the ring stage that the producer is filling for the next; a kernel with room for it takes
-``packed`` outputs and stores them as it likes (``boxes.py``).
+dtype. What it stores does not go through shared memory, so the epilogue of one tile can never meet
+the ring stage that the producer is filling for the next. A kernel with room for more takes
+``packed`` outputs and stores them itself (``boxes.py``).
 
 The work goes by 8x8 pieces (``pieces.py``), four at a time: side by side where a warp has 32 output
 columns, else two by two rows of pieces. The pieces of a swapped kernel, which computes ``out^T``,

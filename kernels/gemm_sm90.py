@@ -59,7 +59,7 @@ class GemmSm90:
         self.scheduler = Scheduler(config)
         self.mainloop = HopperMainloop(config)
         self.epilogue = Epilogue(config.tile.warp_share, config.epilogue, scaled=True, staged=True)
-        self.box_store = BoxStore(config) if config.boxes else None
+        self.boxed, self.box_store = config.boxes > 0, BoxStore(config)
 
     # ------------------------------------------------------------------ host
 
@@ -105,7 +105,7 @@ class GemmSm90:
             clusters = cutlass.min(clusters, max_ctas // tile.cluster)
         operands = EpilogueOperands(out, out_scales, sx, sw, bias, residual)
         store = None
-        if cutlass.const_expr(self.box_store is not None):
+        if cutlass.const_expr(self.boxed):
             store = self.box_store.atom(out)
         self.kernel(loads, store, operands, work, m, n).launch(
             grid=(clusters * tile.cluster, 1, 1),
@@ -131,7 +131,7 @@ class GemmSm90:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         boxes = None
-        if cutlass.const_expr(self.box_store is not None):
+        if cutlass.const_expr(self.boxed):
             boxes = self.box_store.allocate(store)
         ring = make_ring(loads, self.config, warp, self.tile.sharers)
         scales = SmemAllocator().allocate_array(
@@ -257,7 +257,7 @@ class GemmSm90:
             if rank < tile.owners:
                 self.finish(sums, boxes, staged, m, n, token, channel, group, warp % 4, lane, rank)
             unit += tile.groups * step
-        if cutlass.const_expr(self.box_store is not None):
+        if cutlass.const_expr(self.boxed):
             self.box_store.drain(warp % 4)
 
     @cute.jit
@@ -287,7 +287,7 @@ class GemmSm90:
             )
             row = part % tile.parts_a * WGMMA_M
             column = part // tile.parts_a * tile.part + rank * tile.share
-            if cutlass.const_expr(self.box_store is not None):
+            if cutlass.const_expr(self.boxed):
                 place = token + row, channel + column
                 self.box_store(acc, boxes, operands, m, n, place, part, group, warp, lane)
             else:

@@ -8,9 +8,9 @@ issued before the last set is waited for. The warpgroups taking turns are DeepGE
 
 The machine code is good only as long as the compiler sees that no accumulator is touched while MMAs
 are at work on it; else it waits after every single one (ptxas says so: C7510 to C7514). Two rules
-keep it that way. Two sets alternate within straight-line code of several k-tiles (a *chain*) and meet
-at its end: carried around a loop they are copied in flight. And additions are pinned to where they
-stand: left to itself the compiler moves them below the next MMAs, which then need registers of
+keep it that way. Two sets alternate within straight-line code of several k-tiles (a *chain*) and
+meet at its end: carried around a loop they are copied in flight. And additions are pinned to where
+they stand: left to itself the compiler moves them below the next MMAs, which then need registers of
 their own.
 """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,9 @@ from cute_fp8 import compiler, cute_backend
 from cute_fp8.choice import Choice
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
+from cute_fp8.kernels.config_sm90 import HopperTile
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 from cute_fp8.row_case import errors, row_case
 
 
@@ -33,12 +36,47 @@ def cases(variant: str, tile: TileConfig) -> Iterator[tuple[Choice, GemmCase]]:
         yield Choice(tile, 2), make(m, n, k)
 
 
+def hopper_cases(tile: HopperTile, fast: bool) -> Iterator[GemmCase]:
+    """The same for a tile of Hopper's, every chain of k-tiles among it; outputs of 32 bits from
+    registers, of 16 through boxes where it has some. A cluster that splits K has one tile each.
+    """
+    m, n = 2 * tile.m + 1, 4 * tile.n + 8
+    k = (max(tile.stages, sum(tile.links(fast))) + 1) * tile.k + 32
+    options = {"fast_accum": fast}
+    case = exact_case(m, n, k, bias=torch.float32, residual=torch.float32)
+    yield replace(case, options=options)
+    # 16 products of at most 4 are exact in 8 bits of mantissa.
+    codes = torch.arange(k, device="cuda") < 16
+    short = exact_case(m, n, k, out_dtype=torch.bfloat16)
+    xq = (short.xq.float() * codes).to(short.xq.dtype)
+    wq = short.wq.float().sign().to(short.wq.dtype)
+    yield replace(short, xq=xq, wq=wq, options=options)
+
+
+def wrong_on_hopper() -> int:
+    """How many elements of its own kernel's results are wrong, with early launches and without."""
+    wrong = 0
+    for tile in TILES_SM90:
+        for fast in (False, True):
+            if not tile.fits(fast):
+                continue
+            choice = Choice(tile, pdl=fast)
+            with cute_fp8.use(backend="cute", config=choice):
+                for case in hopper_cases(tile, fast):
+                    wrong += differing(case, f"cute {'fast' if fast else 'precise'} {choice.name}")
+                gated = exact_case(tile.m + 1, 2 * tile.n + 16, 2 * tile.k + 16)
+                y = cute_fp8.gemm_gated(gated.xq, gated.sx, gated.wq, gated.sw, fast_accum=fast)
+                wrong += int(y.isnan().sum())
+    return wrong
+
+
 def main() -> int:
     """Run all of them; 1 if a result is wrong."""
-    backend = "cute" if torch.cuda.get_device_capability()[0] == 12 else "stand-in"
+    capability = torch.cuda.get_device_capability()
+    backend = "cute" if capability[0] == 12 else "stand-in"
     # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
     cute_backend._sm_count = lambda device: 2
-    wrong = 0
+    wrong = wrong_on_hopper() if capability == (9, 0) else 0
     for variant, tiles in TILES.items():
         for tile in tiles:
             for choice, case in cases(variant, tile):

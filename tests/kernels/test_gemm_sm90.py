@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gemm_bodies import *  # noqa: F403
-from gemm_bodies import edges
+from gemm_bodies import BF16, FP16, FP32, edges
 
 import cute_fp8
 from cute_fp8.dispatch import explain
@@ -17,7 +17,6 @@ from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs_cc(9)]
-FP32 = torch.float32
 
 
 PRECISE = [tile for tile in TILES_SM90 if tile.fits(fast_accum=False)]
@@ -50,6 +49,11 @@ def small_tile():
     return next(tile for tile in PRECISE if tile.swap_ab and tile.owners > 1)
 
 
+def check_rounded(case: GemmCase) -> None:
+    """Guarded; right to the last bit where sums are exact and only the output is rounded."""
+    assert torch.equal(case.run_guarded(), case.exact()[0].to(case.out_dtype))
+
+
 def fast(case: GemmCase) -> GemmCase:
     """The same call without promotion."""
     return replace(case, options={"fast_accum": True})
@@ -62,6 +66,65 @@ def test_fast_is_exact_where_its_sums_are(backend, fast_tile):
     with cute_fp8.use(config=fast_tile):
         for seed, (m, n, k) in enumerate(itertools.product(ms, ns, (16, 128, 400))):
             fast(exact_case(m, n, k, seed=seed)).check_exact()
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("fast_tile", FAST, ids=lambda tile: tile.name)
+def test_fast_with_many_tiles_per_cta(backend, fast_tile, out_dtype):
+    """Ping-pong groups have several turns each, boxes of output are filled again and again."""
+    m, n = fast_tile.m * 17 + 5, fast_tile.n * 37 + 8
+    with cute_fp8.use(config=fast_tile):
+        check_rounded(fast(exact_case(m, n, 400, seed=4, out_dtype=out_dtype)))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16], ids=str)
+def test_16_bits_with_many_tiles_per_cta(backend, tile, out_dtype):
+    """Boxes of output are filled again while their last stores may still read them."""
+    m, n, k = tile.m * 9 + 5, tile.n * 37 + 8, tile.k * 3 + 16
+    check_rounded(exact_case(m, n, k, seed=5, out_dtype=out_dtype, bias=FP32))
+
+
+def test_every_chain_is_exact(backend, tile):
+    """K-tiles for a chain of each length, and one with a tail."""
+    k = sum(tile.links(fast_accum=False)) * tile.k
+    for length in (k - tile.k, k, k + tile.k + 16):
+        exact_case(tile.m + 1, tile.n + 8, length, seed=6).check_exact()
+
+
+@pytest.mark.parametrize("name", ["bias", "activation", "gated"])
+@pytest.mark.parametrize("hasty", [False, True])
+def test_16_bits_are_32_rounded_once(backend, large_tile, name, hasty):
+    """Outputs through shared memory and those from registers go by the same arithmetic."""
+    case = gemm_case(261, 400, 1040, seed=16, bias=BF16 if name == "bias" else None)
+    call = cute_fp8.gemm_gated if name == "gated" else cute_fp8.gemm
+    options = {"fast_accum": hasty, "activation": None if name == "bias" else "silu"}
+    for chosen in (large_tile, *(FAST[-3:] if hasty else ())):
+        with cute_fp8.use(config=chosen):
+            operands = case.xq, case.sx, case.wq, case.sw, case.bias
+            exact = call(*operands, **options, out_dtype=FP32)
+            for dtype in (BF16, FP16):
+                assert torch.equal(call(*operands, **options, out_dtype=dtype), exact.to(dtype))
+
+
+def test_weights_may_come_from_the_kernel_before(backend, tile):
+    """They are fetched into L2 before that kernel is waited for: what arrives is what it wrote."""
+    channels, columns = 2 * tile.n + 8, 1024
+    # Its bf16 outputs are taken for codes. A few tiles and a long K: the next CTAs come early.
+    before = gemm_case(channels, columns // 2, 16384, seed=7)
+    x = gemm_case(tile.m + 1, 8, columns, seed=8)
+    buffer = torch.empty((channels, columns // 2), dtype=BF16, device="cuda")
+    weights, sw = buffer.view(torch.float8_e4m3fn), torch.ones(channels, device="cuda")
+
+    def bits():
+        return cute_fp8.gemm(x.xq, x.sx, weights, sw).view(torch.int16)
+
+    before.run(out=buffer)
+    torch.cuda.synchronize()
+    expected = bits()
+    for _ in range(20):
+        buffer.zero_()
+        before.run(out=buffer)
+        assert torch.equal(bits(), expected)
 
 
 @pytest.mark.parametrize("k", [4096, 14336])

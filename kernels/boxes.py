@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
@@ -27,8 +27,8 @@ from .config_sm90 import (
     HopperConfig,
     WarpShare,
 )
-from .epilogue import DTYPES, Epilogue, EpilogueOperands
-from .smem import tma_parts
+from .epilogue import DTYPES, GROUP, Epilogue, EpilogueOperands
+from .pieces import pair_words
 from .staging import FIRST_BARRIER
 
 #: Bytes of a box's row; outputs that one ``stmatrix`` writes of each of a warp's rows.
@@ -42,6 +42,41 @@ class Boxes(NamedTuple):
     tma: Any  # cpasync.TmaInfo
 
 
+class BoxEpilogue(Epilogue):
+    """The epilogue of one warp's 16 rows of a box, whose outputs stay where the MMA left them."""
+
+    @cute.jit
+    def packed(
+        self,
+        acc: cute.Tensor,
+        operands: EpilogueOperands,
+        m: Int32,
+        n: Int32,
+        first_row: Int32,
+        first_column: Int32,
+        lane: Int32,
+    ):
+        """Words of two outputs, ``(4, output columns / 16)``: the upper and the lower piece of 8
+        columns, then those of the next 8. Arguments as of ``__call__``.
+        """
+        quad, lane_in_quad = lane // 4, lane % 4
+        channels = self._channel_values(operands, n, first_column + 2 * lane_in_quad)
+        scales = [
+            self._row_scales(operands, m, first_row + i * PIECE + quad)[0] for i in range(self.rows)
+        ]
+        words = cute.make_rmem_tensor((GROUP, self.out_columns // 2), Int32)
+        for j in cutlass.range_constexpr(0, self.out_columns, 2):
+            values = cute.make_rmem_tensor((2, GROUP), Float32)
+            for piece in cutlass.range_constexpr(GROUP):
+                below, beside = piece % 2, j + piece // 2
+                for e in cutlass.range_constexpr(2):
+                    values[e, piece] = self._value(acc, scales[below], channels, e, below, beside)
+            pairs = pair_words(values, DTYPES[self.config.out])
+            for piece in cutlass.range_constexpr(GROUP):
+                words[piece, j // 2] = pairs[piece]
+        return words
+
+
 class BoxStore:
     """Specialised by a :class:`HopperConfig` that has boxes."""
 
@@ -49,7 +84,7 @@ class BoxStore:
         self.config = config
         self.ratio = 2 if config.epilogue.gated else 1
         share = WarpShare(WARP_ROWS, BOX_COLUMNS * self.ratio, False)
-        self.epilogue = Epilogue(share, config.epilogue, scaled=True, staged=True)
+        self.epilogue = BoxEpilogue(share, config.epilogue, scaled=True, staged=True)
 
     @cute.jit
     def atom(self, out: cute.Tensor):
@@ -136,7 +171,13 @@ class BoxStore:
     def send(self, tma: Any, box: cute.Tensor, row: Int32, column: Int32):
         """Start the store of a box; by one warp."""
         tiles = cute.local_tile(tma.tma_tensor, (BOX_ROWS, BOX_COLUMNS), (None, None))
-        smem_part, gmem_part = tma_parts(tma, box, tiles[None, None, row, column])
+        smem_part, gmem_part = cpasync.tma_partition(
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(box, 0),
+            cute.group_modes(tiles[None, None, row, column], 0),
+        )
         cute.copy(tma.atom, smem_part, gmem_part)
         cute.arch.cp_async_bulk_commit_group()
 

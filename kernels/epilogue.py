@@ -2,9 +2,8 @@
 16-byte stores.
 
 All math is fp32 in the accumulator's own layout; the only rounding is the last one, to the output's
-dtype. What it stores does not go through shared memory, so the epilogue of one tile can never meet
-the ring stage that the producer is filling for the next. A kernel with room for more takes
-``packed`` outputs and stores them itself (``boxes.py``).
+dtype. Nothing goes through shared memory, so the epilogue of one tile can never meet the ring stage
+that the producer is filling for the next.
 
 The work goes by 8x8 pieces (``pieces.py``), four at a time: side by side where a warp has 32 output
 columns, else two by two rows of pieces. The pieces of a swapped kernel, which computes ``out^T``,
@@ -160,39 +159,6 @@ class Epilogue:
                     self._store_mx(values, operands, place, n, lane_in_quad)
                 else:
                     self._store(values, operands.out, place, lane_in_quad)
-
-    @cute.jit
-    def packed(
-        self,
-        acc: cute.Tensor,
-        operands: EpilogueOperands,
-        m: Int32,
-        n: Int32,
-        first_row: Int32,
-        first_column: Int32,
-        lane: Int32,
-    ):
-        """One warp's 16-bit outputs, still in the accumulators' layout, for ``stmatrix``.
-
-        Arguments as of ``__call__``, 16 rows, not swapped. ``(4, output columns / 16)`` words: the
-        upper and the lower piece of 8 columns, then those of the next 8.
-        """
-        quad, lane_in_quad = lane // 4, lane % 4
-        channels = self._channel_values(operands, n, first_column + 2 * lane_in_quad)
-        scales = [
-            self._row_scales(operands, m, first_row + i * PIECE + quad)[0] for i in range(self.rows)
-        ]
-        words = cute.make_rmem_tensor((GROUP, self.out_columns // 2), Int32)
-        for j in cutlass.range_constexpr(0, self.out_columns, 2):
-            values = cute.make_rmem_tensor((2, GROUP), Float32)
-            for piece in cutlass.range_constexpr(GROUP):
-                below, beside = piece % 2, j + piece // 2
-                for e in cutlass.range_constexpr(2):
-                    values[e, piece] = self._value(acc, scales[below], channels, e, below, beside)
-            pairs = pair_words(values, DTYPES[self.config.out])
-            for piece in cutlass.range_constexpr(GROUP):
-                words[piece, j // 2] = pairs[piece]
-        return words
 
     @cute.jit
     def _row_scales(self, operands: EpilogueOperands, m: Int32, row: Int32):

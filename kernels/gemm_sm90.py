@@ -44,9 +44,10 @@ from .epilogue import Epilogue, EpilogueOperands
 from .exchange import MEETINGS, exchange, meet
 from .gemm_sm120 import fake_arguments
 from .mainloop_sm90 import HopperMainloop
+from .prefetch import tma_prefetch
 from .ring import Loads, Ring, advance, make_ring, skip
 from .scheduler import Scheduler, Work
-from .smem import Sharing, tma_load, tma_load_atom, tma_prefetch
+from .smem import Sharing, tma_load, tma_load_atom
 from .staging import fetch, put_down
 
 

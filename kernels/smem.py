@@ -55,35 +55,13 @@ def tma_load(
 
     ``barrier`` counts its bytes. Called by the whole warp, issued by one lane.
     """
+    grouped_target = cute.group_modes(target, 0)
+    grouped_source = cute.group_modes(source, 0)
     rank, ctas, mask = (0, 1, {}) if sharing is None else _part_of(sharing)
-    smem_part, gmem_part = tma_parts(tma, target, source, rank, ctas)
-    cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier, **mask)
-
-
-@cute.jit
-def tma_prefetch(tma, source: cute.Tensor, stage: cute.Tensor, sharing: Sharing | None = None):
-    """Have one tile, or this CTA's part of it, fetched into L2. Called by the whole warp.
-
-    Args:
-        stage: any that such a tile could be loaded to.
-    """
-    rank, ctas, _ = (0, 1, {}) if sharing is None else _part_of(sharing)
-    _, gmem_part = tma_parts(tma, stage, source, rank, ctas)
-    cute.prefetch(tma.atom, gmem_part)
-
-
-@cute.jit
-def tma_parts(
-    tma, shared: cute.Tensor, memory: cute.Tensor, rank: Int32 = 0, ctas: cutlass.Constexpr = 1
-):
-    """One tile's two ends as a TMA copy takes them, or one CTA's part of those."""
-    return cpasync.tma_partition(
-        tma.atom,
-        rank,
-        cute.make_layout(ctas),
-        cute.group_modes(shared, 0),
-        cute.group_modes(memory, 0),
+    smem_part, gmem_part = cpasync.tma_partition(
+        tma.atom, rank, cute.make_layout(ctas), grouped_target, grouped_source
     )
+    cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier, **mask)
 
 
 def _part_of(sharing: Sharing) -> tuple[Int32, int, dict[str, Int16]]:

@@ -316,6 +316,7 @@ def explain(
     bias: torch.dtype | None = None,
     residual: torch.dtype | None = None,
     activation: str | None = None,
+    fast_accum: bool = False,
     backend: str | None = None,
 ) -> Explanation:
     """Which entry a call takes, and why each earlier one was refused; nothing is run or compiled.
@@ -328,8 +329,8 @@ def explain(
             ``device``.
         gpu: one that need not be here, for the predicted times, e.g. ``RTX 5090``.
         device: by default the current CUDA device if there is one, else the CPU.
-        out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype. For a
-            producer of contiguous bf16 rows, residual says that there is one.
+        out_dtype, bias, residual, activation, fast_accum: as in ``gemm``; bias and residual by
+            dtype. For a producer of contiguous bf16 rows, residual says that there is one.
         backend: as in ``use``; by default the current one.
 
     Raises:
@@ -358,7 +359,8 @@ def explain(
         if n is None or m < 0 or n <= 0 or k <= 0:
             raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
         operands = _without_data(m, n, k, variant, bias, residual)
-        problem = check_gemm(operands, activation, out_dtype, gated=op == "gemm_gated")
+        gated = op == "gemm_gated"
+        problem = check_gemm(operands, activation, out_dtype, fast_accum, gated=gated)
     problem = replace(problem, device=device)
     settings = current()
     if backend is not None:

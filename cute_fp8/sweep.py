@@ -118,10 +118,11 @@ def impl_of(backend: str) -> str:
     return "cute_fp8_stand_in" if backend == "stand-in" else "cute_fp8"
 
 
-def route_of(use: Use, shape: Shape, device: str) -> dict[str, str]:
+def route_of(use: Use, shape: Shape, device: str, fast: bool = False) -> dict[str, str]:
     """The route that such a call takes, and the tile of a CuTe kernel."""
+    how: dict[str, Any] = {"variant": use[1], "backend": use[0], "fast_accum": fast}
     m, n, k = shape
-    route = explain("gemm", m=m, n=n, k=k, variant=use[1], backend=use[0], device=device).route
+    route = explain("gemm", m=m, n=n, k=k, device=device, **how).route
     if route is None:
         return {"route": "none"}
     tile = {} if route.pick is None else {"tile": route.pick.name}

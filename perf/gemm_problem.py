@@ -126,13 +126,12 @@ class Weight:
         operands = self._operands(case)
         for backend in wanted.backends:
             impl = impl_of(backend)
-            route = route_of((backend, self.variant), shape, self.device)
-            if wanted.has(impl):
-                call = pinned(backend, _ours(operands, False))
-                yield make(impl, call, self.copies, exact, route)
-            if backend == "auto" and wanted.fast and wanted.has("cute_fp8_fast"):
-                call = pinned(backend, _ours(operands, True))
-                yield make("cute_fp8_fast", call, self.copies, exact, route)
+            modes = {impl: False} | ({"cute_fp8_fast": True} if wanted.fast else {})
+            for name, fast in modes.items():
+                if wanted.has(name) and (not fast or backend == "auto"):
+                    call = pinned(backend, _ours(operands, fast))
+                    route = route_of((backend, self.variant), shape, self.device, fast)
+                    yield make(name, call, self.copies, exact, route)
         if wanted.has("torch_bf16"):
             x16 = case.xq.to(torch.bfloat16) * self._factor(case.sx, self.one_x, case.k)
             bf16 = _finish(operands, lambda i, bias: F.linear(x16, self.w16[i], bias))

@@ -210,7 +210,7 @@ def _bars(axis: Axes, peer: str, ratios: dict[Any, float], groups: list[Any], li
     axis.axvline(1, color="black", linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set_xlim(1 / limit / 1.05, limit * 1.05)
-    wanted = (0.25, 0.5, 0.7, 1, 1.4, 2, 3) if limit < 4 else (0.125, 0.25, 0.5, 1, 2, 4, 8)
+    wanted = (0.25, 0.5, 0.7, 1, 1.4, 2, 3) if limit < 4 else (0.125, 0.5, 1, 2, 4, 8)
     ticks = [tick for tick in wanted if 1 / limit <= tick <= limit]
     axis.xaxis.set_major_locator(FixedLocator(ticks))
     axis.xaxis.set_minor_locator(NullLocator())

@@ -46,8 +46,8 @@ def hopper_cases(tile: HopperTile, fast: bool) -> Iterator[GemmCase]:
     case = exact_case(m, n, k, bias=torch.float32, residual=torch.float32)
     yield replace(case, options=options)
     # 16 products of at most 4 are exact in 8 bits of mantissa.
-    codes = torch.arange(k, device="cuda") < 16
     short = exact_case(m, n, k, out_dtype=torch.bfloat16)
+    codes = torch.arange(k, device=short.xq.device) < 16
     xq = (short.xq.float() * codes).to(short.xq.dtype)
     wq = short.wq.float().sign().to(short.wq.dtype)
     yield replace(short, xq=xq, wq=wq, options=options)

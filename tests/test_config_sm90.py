@@ -42,6 +42,8 @@ def test_shared_memory_is_full(tile: HopperTile) -> None:
         ({"stages": 1}, "stages is 1, must be at least 2"),
         ({"stages": 12}, "bytes of shared memory, must be at most 232448"),
         ({"splits": 2, "sharers": 2}, "with splits or swap_ab there are no sharers"),
+        ({"pingpong": True, "warpgroups": 3, "m": 192}, "ping-pong is of 2 warpgroups, without"),
+        ({"pingpong": True}, "ping-pong is for fast_accum alone"),
         (
             {"m": 256, "part": 64, "stages": 2, "n": 256},
             "a thread's sums, totals and partial ones, must be at most 208",
@@ -70,6 +72,33 @@ def test_predictions_grow_and_rank() -> None:
     many = explain(m=4096, n=4096, k=4096, gpu="H200", backend="cute").route
     assert few is not None and few.pick is not None and few.pick.config.tile.swap_ab
     assert many is not None and many.pick is not None and not many.pick.config.tile.swap_ab
+    fast = explain(m=4096, n=4096, k=4096, gpu="H200", backend="cute", fast_accum=True).route
+    assert fast is not None and fast.pick is not None and fast.pick.config.tile.pingpong
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "part_boxes"),
+    [
+        (EpilogueConfig(), 2),
+        (EpilogueConfig(bias="bfloat16", activation="gelu"), 2),
+        (EpilogueConfig(activation="silu", gated=True), 1),
+        (EpilogueConfig(out="float32"), 0),
+        (EpilogueConfig(residual="bfloat16"), 0),
+    ],
+)
+def test_what_is_stored_through_boxes(epilogue: EpilogueConfig, part_boxes: int) -> None:
+    config = HopperConfig(replace(TILE, stages=6), epilogue).check()
+    assert config.part_boxes == config.boxes == part_boxes
+    assert config.smem_bytes <= SMEM_LIMIT_SM90
+    full = HopperConfig(replace(TILE, stages=7), epilogue).check()
+    assert full.boxes == 0, "a ring that leaves no room for one"
+
+
+@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: tile.name)
+def test_a_tile_fills_all_boxes_in_turn(tile: HopperTile) -> None:
+    """The next tile then starts with the box whose store is the oldest."""
+    config = HopperConfig(tile, EpilogueConfig(), fast_accum=True)
+    assert config.boxes == 0 or config.part_boxes * tile.parts % config.boxes == 0
 
 
 @pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: tile.name)

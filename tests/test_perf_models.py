@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from cute_fp8 import demo_model
-from perf import models, results_io
+from perf import convert_memory, models, results_io
 
 pytest.importorskip("transformers")
 
@@ -51,3 +52,15 @@ def test_minilm_from_a_file(tmp_path: Path) -> None:
     for variant in ("per_token", "mxfp8"):
         assert found[f"related {variant}"]["spearman"] >= 0.999
         assert found[f"unrelated {variant}"]["least_cosine"] >= 0.99
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_conversion() -> None:
+    """Less than the model again, and at the end what the sizes say."""
+    sizes = {**models.SMALL, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    found = convert_memory.measure("per_token", sizes, layers=1)
+    linears = 512 * (512 + 2 * 256 + 512 + 3 * 2048)
+    assert found["quantised"] == 7
+    saved = sizes["num_hidden_layers"] * linears / found["model_bytes"]
+    assert found["end_ratio"] == pytest.approx(1 - saved, abs=0.005)  # scales are small
+    assert found["peak_ratio"] >= 1

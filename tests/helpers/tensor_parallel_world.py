@@ -1,6 +1,7 @@
 """One process of a tensor-parallel world, as ``torch.distributed.run`` starts it.
 
-Two layers, columns then rows, against the same layers on one device. Argument: ``nccl`` or ``gloo``.
+Two layers, columns then rows, against the same layers on one device. The argument is the backend,
+``nccl`` or ``gloo``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,35 @@ def test_copies_of_a_fused_model(how: str) -> None:
     assert not same_state(made, fused)
     assert torch.equal(logits(fused, ids), before)
     assert not torch.equal(logits(made, ids), before)
+
+
+def test_a_fused_model_is_still_one_of_transformers(tmp_path: Path) -> None:
+    """It records attentions and hidden states, and is saved in its own way."""
+    fused = decoder("Llama")
+    cute_fp8.convert(fused)
+    fused.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = fused(prompt(1, 9), output_attentions=True, output_hidden_states=True)
+    assert [a.shape for a in found.attentions] == [(1, 4, 9, 9)] * LAYERS
+    assert len(found.hidden_states) == LAYERS + 1
+    fused.save_pretrained(tmp_path)
+    other = decoder("Llama")
+    cute_fp8.load_checkpoint(other, tmp_path)
+    assert same_state(other, fused)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_it_is_converted_makes_no_difference(device: str, variant: str) -> None:
+    """Codes and scales to the bit; logits as near to bf16's."""
+    here, there = decoder("Qwen3"), decoder("Qwen3").to(device)
+    expected = logits(there, prompt(2, 40).to(device))
+    cute_fp8.convert(here, variant=variant)
+    cute_fp8.convert(there, variant=variant)
+    assert {parameter.device.type for parameter in there.parameters()} == {device}
+    y = logits(there, prompt(2, 40).to(device))
+    assert cute_fp8.near_lossless(y, expected).passed
+    assert same_state(there.to("cpu"), here)
 
 
 def test_what_cannot_be_fused_is_not() -> None:

@@ -287,6 +287,8 @@ def _fallback(row: Row, serving: Sequence[Entry]) -> str:
             continue
         if entry.backend == "torch":
             return "torch `_scaled_mm`" if entry.op == "gemm" else "torch"
+        if entry.kernel == "separate_launches":
+            return "separate launches"
         return "the reference" if entry.backend == "reference" else f"`{entry.kernel}`"
     return "nothing"
 

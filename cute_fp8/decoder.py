@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cute_fp8 import mlp
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.decoder_weights import DecoderWeights, Projection
 from cute_fp8.kv_cache import KVCache
@@ -109,11 +110,11 @@ def decoder_block(
     attended = attention(q, keys, values, config.causal, attention_mask)
     codes = attention_out_quantize(attended, **_kind(weights))
     after = _gemm(codes, weights.o, x.dtype, rows)
-    y, mlp = _mlp(after, weights)
+    y, made = _mlp(after, weights)
     y = y.view(x.shape)
     if not return_intermediates:
         return y
-    return y, Intermediates(normed, qkv, q, k, v, attended, codes, after, mlp)
+    return y, Intermediates(normed, qkv, q, k, v, attended, codes, after, made)
 
 
 def decoder_mlp(x: Tensor, weights: DecoderWeights, *, return_intermediates: bool = False) -> Any:
@@ -127,12 +128,16 @@ def decoder_mlp(x: Tensor, weights: DecoderWeights, *, return_intermediates: boo
     """
     _check_weights(weights)
     _check_x(x, weights)
-    y, mlp = _mlp(x.reshape(-1, weights.config.hidden), weights)
+    y, made = _mlp(x.reshape(-1, weights.config.hidden), weights)
     y = y.view(x.shape)
-    return (y, mlp) if return_intermediates else y
+    return (y, made) if return_intermediates else y
 
 
 def _mlp(rows: Tensor, weights: DecoderWeights) -> tuple[Tensor, MlpIntermediates]:
+    one = mlp.one_launch(rows, weights)
+    if one is not None:
+        made = ((one.codes, one.scales), one.product, (one.product_codes, one.product_scales))
+        return one.y, MlpIntermediates(*made)
     normed = _normed(rows, weights.mlp_norm, weights)
     w = weights.gate_up
     operands = (*normed, w.codes, w.scales, w.bias)

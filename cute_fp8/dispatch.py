@@ -106,6 +106,17 @@ _ROWS = (
 _FUSED = (
     Entry("rope_append", "any", "cute", "rope_append", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("rope_append", "any", "reference", "reference", ANY, _always),
+    Entry(
+        "decoder_mlp",
+        "per_token",
+        "cute",
+        "mlp",
+        (*SM120_FAMILY, *HOPPER),
+        fused.refusal,
+        ("sm_90a", *SM120_TARGETS),
+    ),
+    # Each by its own route.
+    Entry("decoder_mlp", "per_token", "reference", "separate_launches", ANY, _always),
 )
 TABLE = (
     *_GEMM,
@@ -354,7 +365,7 @@ def explain(
             raise ValueError(f"m, k: got {got}, must be sizes (m may be 0), without n")
         problem = row_view.without_data(op, m, k, variant, residual is not None)
     elif op in fused.OPS:
-        problem = fused.without_data(op, m, k, device)
+        problem = fused.without_data(op, m, n, k, device)
     else:
         if n is None or m < 0 or n <= 0 or k <= 0:
             raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")

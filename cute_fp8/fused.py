@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_fp8.kernels.configs import FusedConfig
+from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, MAX_HIDDEN, TOKENS, mlp_config
 from cute_fp8.kernels.rope_config import RopeConfig
 
+#: Tokens up to which the MLP half is one launch.
+MOST_TOKENS = max(TOKENS)
 #: Such ops, with the variant that each has in the table.
-OPS = {"rope_append": "any"}
+OPS = {"rope_append": "any", "decoder_mlp": "per_token"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,44 @@ def rope_problem(m: int, columns: int, config: RopeConfig, device: torch.device)
     return FusedProblem("rope_append", m, columns, device, lambda sms, smem: config)
 
 
-def without_data(op: str, m: int, k: int, device: torch.device) -> FusedProblem:
-    """A bf16 call with the usual sizes of a head: for ``explain``."""
+def mlp_problem(
+    m: int,
+    hidden: int,
+    ffn: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+) -> FusedProblem:
+    """Of :mod:`cute_fp8.mlp`."""
+
+    def configure(sms: int, smem: int) -> FusedConfig:
+        names = {"dtype": _name(dtype), "weight": _name(weight)}
+        return mlp_config(m, hidden, ffn, sms=sms, smem_limit=smem, **names)
+
+    reason = None
+    if not 0 < m <= MOST_TOKENS:
+        reason = f"M = {m}, must be from 1 to {MOST_TOKENS}"
+    elif hidden > MAX_HIDDEN:
+        reason = f"hidden = {hidden}, must be at most {MAX_HIDDEN}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"x is {dtype}, must be bfloat16 or float16"
+    elif bias:
+        reason = "gate|up or down has a bias, must have none"
+    return FusedProblem("decoder_mlp", m, hidden, device, configure, reason)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def without_data(op: str, m: int, n: int | None, k: int, device: torch.device) -> FusedProblem:
+    """A bf16 call with the usual sizes of a head: for ``explain``. n: the FFN's width."""
+    if op == "decoder_mlp":
+        if n is None or min(m, n, k) <= 0 or n % HIDDEN_MULTIPLE or k % HIDDEN_MULTIPLE:
+            raise ValueError(
+                f"m, n, k: got {m}, {n}, {k}, must be sizes, n and k multiples of {HIDDEN_MULTIPLE}"
+            )
+        return mlp_problem(m, k, n, device)
     return rope_problem(m, k, RopeConfig("bfloat16", 128), device)

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from cute_fp8.kernels.configs import FusedConfig
+from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, WORKSPACE_WORDS, MlpConfig
 
 
 def launch_once(kernel: Callable[..., None], config: FusedConfig, device: torch.device) -> None:
-    """Run the kernel on one token with one head of each: the driver loads code at its first use."""
+    """Run the kernel on one token: the driver loads its code at the first launch."""
+    if isinstance(config, MlpConfig):
+        _launch_mlp(kernel, config, device)
+        return
     dtype, d = getattr(torch, config.dtype), config.head_dim
 
     def ones(*shape: int) -> Tensor:
@@ -21,3 +25,30 @@ def launch_once(kernel: Callable[..., None], config: FusedConfig, device: torch.
     v = ones(1, 1, 1, d) if config.values else None
     qkv, rotation = ones(1, 3 * d), ones(1, 1, d)
     kernel(qkv, rotation, rotation, norm, norm, ones(1, d), ones(1, 1, 1, d), v, 1.0)
+
+
+def _launch_mlp(kernel: Callable[..., None], config: MlpConfig, device: torch.device) -> None:
+    """By one CTA."""
+    dtype, n = getattr(torch, config.dtype), HIDDEN_MULTIPLE
+
+    def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device).to(dtype)
+
+    e4m3, fp32 = torch.float8_e4m3fn, torch.float32
+    kernel(
+        zeros(dtype, 1, n),
+        zeros(getattr(torch, config.weight), n),
+        zeros(e4m3, 2 * n, n),
+        zeros(fp32, 2 * n),
+        zeros(e4m3, n, n),
+        zeros(fp32, n),
+        zeros(e4m3, 1, n),
+        zeros(fp32, 1),
+        zeros(dtype, 1, n),
+        zeros(e4m3, 1, n),
+        zeros(fp32, 1),
+        zeros(dtype, 1, n),
+        zeros(torch.int32, WORKSPACE_WORDS),
+        1.0,
+        1,
+    )

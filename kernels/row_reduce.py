@@ -12,6 +12,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cutlass_dsl import select_
 
+from .config import WARP_SIZE
+
 
 class RowThreads(NamedTuple):
     """Where a thread is in its row.
@@ -20,12 +22,14 @@ class RowThreads(NamedTuple):
         warps: of a row; a trace-time constant.
         first: this row's first word in the words of one reduction.
         warp, lane: of the thread, in the row and in the warp.
+        barrier: the number of one for the row's threads alone; by default all of the CTA meet.
     """
 
     warps: int
     first: Int32
     warp: Int32
     lane: Int32
+    barrier: int | None = None
 
 
 @cute.jit
@@ -57,7 +61,10 @@ def _exchanged(
     """The value of warp ``lane % group``, or 0 if there is no such warp."""
     if threads.lane == 0:
         words[threads.first + threads.warp] = value
-    cute.arch.sync_threads()
+    if cutlass.const_expr(threads.barrier is None):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.barrier(barrier_id=threads.barrier, number_of_threads=WARP_SIZE * threads.warps)
     warp = threads.lane % group
     other = words[threads.first + cutlass.min(warp, Int32(threads.warps - 1))]
     return Int32(select_(warp < threads.warps, other, Int32(0)))

@@ -1,0 +1,315 @@
+"""The MLP half of a decoder layer for few tokens, in one cooperative launch on all SMs.
+
+``out = x + down(silu(gate(n)) * up(n))``, ``n = rmsnorm(x)``, in e4m3, per token x per channel.
+
+    1  normalise, quantise      rows shared out among CTAs; codes to global memory
+       -- grid barrier: codes of all rows
+    2  gate|up, silu * up       each CTA some channels, all of K; the product to global memory, and
+                                the largest magnitude of its part of every token
+       -- grid barrier: magnitudes of all tokens
+    3  quantise                 the CTA's own part of the product; codes to global memory
+       -- grid barrier: codes of all products
+    4  down, + x                each CTA some channels, all of K
+
+Every weight is read once. All stages of both GEMMs are one ring, and weights wait for nobody but a
+free stage: at every barrier, and while a phase drains, the next phase's weights are on their way.
+The tokens of a stage, codes that other CTAs wrote, follow when their barrier lets them.
+
+Warp roles
+    =========  ======  ================================  ==========================  ============
+    role       warps   waits on                          arrives on                  of a stage
+    =========  ======  ================================  ==========================  ============
+    math       0-7     full[stage]; grid (magnitudes)    empty[stage]; grid (all 3)  1 per warp
+    weights    8       empty[stage]                      full[stage] (+ tx bytes)    1
+    tokens     9       empty[stage]; grid (codes, both)  full[stage] (+ tx bytes)    1
+    =========  ======  ================================  ==========================  ============
+
+Constraints: M at most ``MlpConfig.tokens``; hidden and FFN width multiples of 16, gate|up
+interleaved by 8; one CTA on every SM, all resident together; a workspace whose counters are 0,
+which they are again when the kernel ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .barriers import wait
+from .epilogue import DTYPES
+from .grid_barrier import arrive, fence_proxies, wait_for
+from .mlp_config import (
+    BLOCK,
+    COUNTERS,
+    HIDDEN_MULTIPLE,
+    MMA_WARPS,
+    SLAB,
+    UNIT_BYTES,
+    WARPS,
+    WORKSPACE_WORDS,
+    MlpConfig,
+)
+from .mlp_math import MlpMath
+from .mlp_parts import (
+    Loads,
+    Problem,
+    Ring,
+    Tensors,
+    counter,
+    make_ring,
+    pass_of,
+    passes_of,
+    place,
+    span_of,
+    steps_of,
+    sync_mma_warps,
+)
+from .mlp_tokens import MlpTokens
+from .mma import Instruction
+from .ring import advance
+from .smem import tma_load, tma_load_atom
+
+#: Counters of the grid, in the order in which they are waited for; then those that have gone.
+_NORMED, _MEASURED, _QUANTISED, _GONE = range(COUNTERS)
+
+
+class Mlp:
+    """One specialisation of the kernel: an :class:`MlpConfig` and the MMA of the target."""
+
+    def __init__(self, config: MlpConfig, instruction: Instruction):
+        self.config = config.check()
+        self.tokens = MlpTokens(config)
+        self.math = MlpMath(config, instruction)
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        norm: cute.Tensor,
+        gate_up: cute.Tensor,
+        gate_up_scales: cute.Tensor,
+        down: cute.Tensor,
+        down_scales: cute.Tensor,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        product: cute.Tensor,
+        product_codes: cute.Tensor,
+        product_scales: cute.Tensor,
+        out: cute.Tensor,
+        workspace: cute.Tensor,
+        eps: Float32,
+        ctas: Int32,
+        stream: CUstream,
+    ):
+        """Launch on ``stream``; tensors as in ``fake_arguments``."""
+        config = self.config
+        units, slabs = config.units * config.stages, config.slabs * config.stages
+        loads = Loads(
+            weights=[tma_load_atom(w, BLOCK, SLAB, units) for w in (gate_up, down)],
+            tokens=[tma_load_atom(q, config.tokens, SLAB, slabs) for q in (codes, product_codes)],
+        )
+        tensors = Tensors(
+            x,
+            norm,
+            (codes, product_codes),
+            (scales, product_scales),
+            (gate_up_scales, down_scales),
+            product,
+            out,
+            workspace,
+        )
+        m, hidden = x.shape
+        inverse = Float32(1.0) / hidden.to(Float32)
+        problem = Problem(m, hidden, product.shape[1], eps, inverse)
+        self.kernel(loads, tensors, problem).launch(
+            grid=(ctas, 1, 1),
+            block=(32 * WARPS, 1, 1),
+            smem=config.smem_bytes,
+            min_blocks_per_mp=1,
+            cooperative=True,
+            use_pdl=config.pdl,
+            stream=stream,
+        )
+
+    # ------------------------------------------------------------------ device
+
+    @cute.kernel
+    def kernel(self, loads: Loads, tensors: Tensors, problem: Problem):
+        warp, lane, thread = place()
+        ring = make_ring(loads, self.config, warp)
+        if cutlass.const_expr(self.config.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        if warp == MMA_WARPS:
+            self.load_weights(loads, problem, ring)
+        elif warp > MMA_WARPS:
+            self.load_tokens(loads, tensors, problem, ring, lane)
+        else:
+            self.compute(tensors, problem, ring, warp, lane, thread)
+
+    @cute.jit
+    def load_weights(self, loads: Loads, problem: Problem, ring: Ring):
+        """One warp: every stage's units of weights, as soon as the stage is free."""
+        # A fresh barrier counts as having completed phase 1.
+        stage, phase = Int32(0), Int32(1)
+        for gemm in cutlass.range_constexpr(2):
+            cut = self.config.cuts[gemm]
+            rows, k = self.sizes(problem, gemm)
+            tma = loads.weights[gemm]
+            tiles = cute.local_tile(tma.tma_tensor, (BLOCK, SLAB), (None, None))
+            span = span_of(rows)
+            for number in cutlass.range(passes_of(span, cut), unroll=1):
+                part = pass_of(span, number, cut)
+                for step in cutlass.range(steps_of(k, cut), unroll=1):
+                    wait(ring.empty + stage, phase)
+                    full = ring.full + stage
+                    with cute.arch.elect_one():
+                        count = part.count * (self.config.cuts[gemm].slabs * UNIT_BYTES)
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, count)
+                    for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
+                        at = step * self.config.cuts[gemm].slabs + slab
+                        unit = stage * self.config.units + slab * self.config.cuts[gemm].blocks
+                        for b in cutlass.range(part.count, unroll=1):
+                            source = tiles[None, None, part.first + b, at]
+                            target = ring.weights[None, None, unit + b]
+                            tma_load(loads.weights[gemm], source, target, full)
+                    stage, phase = advance(stage, phase, self.config.stages)
+
+    @cute.jit
+    def load_tokens(
+        self, loads: Loads, tensors: Tensors, problem: Problem, ring: Ring, lane: Int32
+    ):
+        """One warp: every stage's tokens, once all CTAs have written them; then the counters."""
+        ctas, _, _ = cute.arch.grid_dim()
+        stage, phase = Int32(0), Int32(1)
+        for gemm in cutlass.range_constexpr(2):
+            cut = self.config.cuts[gemm]
+            rows, k = self.sizes(problem, gemm)
+            tma = loads.tokens[gemm]
+            tiles = cute.local_tile(tma.tma_tensor, (self.config.tokens, SLAB), (None, None))
+            span = span_of(rows)
+            wait_for(counter(tensors.workspace, _QUANTISED if gemm else _NORMED), ctas)
+            for _number in cutlass.range(passes_of(span, cut), unroll=1):
+                for step in cutlass.range(steps_of(k, cut), unroll=1):
+                    wait(ring.empty + stage, phase)
+                    full = ring.full + stage
+                    with cute.arch.elect_one():
+                        count = self.config.cuts[gemm].slabs * self.config.tokens * SLAB
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, count)
+                    for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
+                        source = tiles[None, None, 0, step * self.config.cuts[gemm].slabs + slab]
+                        target = ring.tokens[None, None, stage * self.config.slabs + slab]
+                        tma_load(loads.tokens[gemm], source, target, full)
+                    stage, phase = advance(stage, phase, self.config.stages)
+        self.reset(tensors.workspace, ctas, lane)
+
+    @cute.jit
+    def reset(self, workspace: cute.Tensor, ctas: Int32, lane: Int32):
+        """The last CTA that waits for nothing any more: all counters and magnitudes to 0."""
+        gone = Int32(0)
+        if lane == 0:
+            pointer = counter(workspace, _GONE)
+            gone = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
+        gone = cute.arch.shuffle_sync(gone, 0)
+        if gone == ctas - 1:
+            for i in cutlass.range_constexpr(WORKSPACE_WORDS // 32):
+                workspace[i * 32 + lane] = Int32(0)
+
+    @cute.jit
+    def compute(
+        self,
+        tensors: Tensors,
+        problem: Problem,
+        ring: Ring,
+        warp: Int32,
+        lane: Int32,
+        thread: Int32,
+    ):
+        """Eight warps: normalise, multiply, quantise, multiply."""
+        ctas, _, _ = cute.arch.grid_dim()
+        self.tokens.normalise(tensors, problem, ring, thread)
+        self.meet(tensors.workspace, _NORMED, thread)
+        acc = self.math.registers()
+        stage, phase = Int32(0), Int32(0)
+        rows, k = self.sizes(problem, 0)
+        span, cut = span_of(rows), self.config.gate_up
+        for number in cutlass.range(passes_of(span, cut), unroll=1):
+            part = pass_of(span, number, self.config.gate_up)
+            stage, phase = self.math.multiply(
+                acc, ring, self.config.gate_up, part.count, k, stage, phase, warp, lane
+            )
+            self.math.add_up(acc, ring, self.config.gate_up, warp, lane)
+            self.math.finish_product(acc, tensors, problem, ring, part, warp, lane)
+        sync_mma_warps()
+        self.math.publish(tensors, problem, ring, thread)
+        self.meet(tensors.workspace, _MEASURED, thread)
+        wait_for(counter(tensors.workspace, _MEASURED), ctas)
+        self.tokens.quantise(tensors, problem, ring, span, thread)
+        self.meet(tensors.workspace, _QUANTISED, thread)
+        rows, k = self.sizes(problem, 1)
+        span, cut = span_of(rows), self.config.down
+        for number in cutlass.range(passes_of(span, cut), unroll=1):
+            part = pass_of(span, number, self.config.down)
+            stage, phase = self.math.multiply(
+                acc, ring, self.config.down, part.count, k, stage, phase, warp, lane
+            )
+            self.math.add_up(acc, ring, self.config.down, warp, lane)
+            self.math.finish_output(acc, tensors, problem, ring, part, warp, lane)
+
+    @cute.jit
+    def meet(self, workspace: cute.Tensor, number: cutlass.Constexpr, thread: Int32):
+        """Tell the grid that this CTA has come so far."""
+        fence_proxies()
+        sync_mma_warps()
+        if thread == 0:
+            arrive(counter(workspace, number))
+
+    def sizes(self, problem: Problem, gemm: int) -> Any:
+        """Rows and K of a weight. Python, run at trace time."""
+        if gemm == 0:
+            return problem.ffn * 2, problem.hidden
+        return problem.hidden, problem.ffn
+
+
+def fake_arguments(config: MlpConfig) -> list[object]:
+    """Arguments to compile with: any sizes, contiguous rows, 16-byte aligned."""
+    m = cute.sym_int()
+    hidden, ffn = (cute.sym_int(divisibility=HIDDEN_MULTIPLE) for _ in range(2))
+    channels = cute.sym_int(divisibility=2 * HIDDEN_MULTIPLE)
+    dtype = DTYPES[config.dtype]
+
+    def matrix(element: Any, rows: object, columns: object) -> object:
+        stride = cute.sym_int64(divisibility=16 * 8 // element.width)
+        return make_fake_tensor(element, (rows, columns), (stride, 1), assumed_align=16)
+
+    def vector(element: Any, count: object) -> object:
+        return make_fake_tensor(element, (count,), (1,), assumed_align=element.width // 8)
+
+    return [
+        matrix(dtype, m, hidden),  # x
+        make_fake_tensor(DTYPES[config.weight], (hidden,), (1,), assumed_align=16),
+        matrix(Float8E4M3FN, channels, hidden),  # gate|up
+        vector(Float32, channels),
+        matrix(Float8E4M3FN, hidden, ffn),  # down
+        vector(Float32, hidden),
+        matrix(Float8E4M3FN, m, hidden),  # codes
+        vector(Float32, m),
+        matrix(dtype, m, ffn),  # product
+        matrix(Float8E4M3FN, m, ffn),
+        vector(Float32, m),
+        matrix(dtype, m, hidden),  # out
+        make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16),
+        Float32(0.0),
+        Int32(1),  # ctas
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]
+
+
+def make(config: MlpConfig, target: str) -> tuple[Mlp, list[object]]:
+    """The kernel for ``target``, and what to compile it with."""
+    return Mlp(config, Instruction.of(target)), fake_arguments(config)

@@ -1,0 +1,174 @@
+"""What the roles of the MLP kernel share: tensors, the ring, and the walk through the work.
+
+Both GEMMs are one sequence of stages. A CTA has a range of a weight's blocks (16 rows), which it
+takes in *passes* of at most as many as a stage has room for; a pass goes over K once, by steps of
+as many slabs (128) as a stage has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from .config import STAGE_ALIGNMENT, WARP_SIZE
+from .mlp_config import (
+    AMAX_WORD,
+    BLOCK,
+    COUNTER_STEP,
+    MMA_THREADS,
+    MMA_WARPS,
+    SLAB,
+    MlpConfig,
+)
+
+#: The named barrier of the warps that multiply.
+MMA_BARRIER = 1
+
+
+class Tensors(NamedTuple):
+    """Global memory. The first index of pairs is the GEMM: gate|up, then down."""
+
+    x: cute.Tensor  # (m, hidden): normalised, and added at the end
+    norm: cute.Tensor  # (hidden,)
+    codes: Any  # pair of (m, k): what each GEMM reads
+    scales: Any  # pair of (m,)
+    weight_scales: Any  # pair of (n,)
+    product: cute.Tensor  # (m, ffn)
+    out: cute.Tensor  # (m, hidden)
+    workspace: cute.Tensor
+
+
+class Loads(NamedTuple):
+    """TMA copies of a unit of weights, and of a slab of tokens; pairs."""
+
+    weights: Any
+    tokens: Any
+
+
+class Problem(NamedTuple):
+    """Sizes."""
+
+    m: Int32
+    hidden: Int32
+    ffn: Int32
+    eps: Float32
+    inverse: Float32  # 1 / hidden
+
+
+class Ring(NamedTuple):
+    """Stages in shared memory, their barriers, and what the warps tell each other."""
+
+    weights: cute.Tensor  # (16, 128, units of all stages)
+    tokens: cute.Tensor  # (tokens, 128, slabs of all stages)
+    full: cute.Pointer
+    empty: cute.Pointer
+    words: Any  # of two reductions
+    amax: cute.Tensor  # of this CTA's part of every token
+    scales: cute.Tensor  # of every token
+    sums: Any  # fp32, or None
+
+
+class Span(NamedTuple):
+    """The blocks of a CTA, or of one of its passes."""
+
+    first: Int32
+    count: Int32
+
+
+@cute.jit
+def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -> Ring:
+    """Allocate everything; initialise the barriers."""
+    smem = SmemAllocator()
+    weights, tokens = [
+        smem.allocate_tensor(
+            Float8E4M3FN,
+            load.smem_layout.outer,
+            byte_alignment=STAGE_ALIGNMENT,
+            swizzle=load.smem_layout.inner,
+        )
+        for load in (loads.weights[0], loads.tokens[0])
+    ]
+    barriers = smem.allocate_array(Int64, 2 * config.stages)
+    words = [smem.allocate_tensor(Int32, cute.make_layout(MMA_WARPS)) for _ in range(2)]
+    amax = smem.allocate_tensor(Int32, cute.make_layout(config.tokens))
+    scales = smem.allocate_tensor(Float32, cute.make_layout(config.tokens))
+    sums = None
+    if cutlass.const_expr(config.sum_words > 0):
+        sums = smem.allocate_tensor(Float32, cute.make_layout(config.sum_words))
+    if warp == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(config.stages):
+                # Two warps fill a stage, each with its bytes; all MMA warps release it.
+                cute.arch.mbarrier_init(barriers + i, 2)
+                cute.arch.mbarrier_init(barriers + config.stages + i, MMA_WARPS)
+        cute.arch.mbarrier_init_fence()
+    elif warp == MMA_WARPS:
+        for load in (*loads.weights, *loads.tokens):
+            cpasync.prefetch_descriptor(load.atom)
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < config.tokens:
+        amax[thread] = Int32(0)
+    cute.arch.sync_threads()
+    return Ring(weights, tokens, barriers, barriers + config.stages, words, amax, scales, sums)
+
+
+@cute.jit
+def span_of(rows: Int32) -> Span:
+    """This CTA's blocks of a weight of so many rows: neighbours, one more or less than others."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    return _part(Span(Int32(0), rows // BLOCK), cta, ctas)
+
+
+@cute.jit
+def passes_of(span: Span, cut: cutlass.Constexpr) -> Int32:
+    """How many passes a CTA makes."""
+    return cute.ceil_div(span.count, cut.blocks)
+
+
+@cute.jit
+def pass_of(span: Span, number: Int32, cut: cutlass.Constexpr) -> Span:
+    """The blocks of one pass: all passes have as many, but for one."""
+    return _part(span, number, passes_of(span, cut))
+
+
+@cute.jit
+def _part(span: Span, number: Int32, parts: Int32) -> Span:
+    first = span.count * number // parts
+    return Span(span.first + first, span.count * (number + 1) // parts - first)
+
+
+@cute.jit
+def steps_of(k: Int32, cut: cutlass.Constexpr) -> Int32:
+    """Stages of a pass."""
+    return cute.ceil_div(k, SLAB * cut.slabs)
+
+
+@cute.jit
+def counter(workspace: cute.Tensor, number: cutlass.Constexpr) -> cute.Pointer:
+    """A counter of the grid."""
+    return workspace.iterator + number * COUNTER_STEP
+
+
+@cute.jit
+def amax_word(workspace: cute.Tensor, token: Int32) -> cute.Pointer:
+    """A token's largest magnitude, of all CTAs."""
+    return workspace.iterator + (AMAX_WORD + token)
+
+
+@cute.jit
+def sync_mma_warps():
+    """All warps that multiply, and no others."""
+    cute.arch.barrier(barrier_id=MMA_BARRIER, number_of_threads=MMA_THREADS)
+
+
+@cute.jit
+def place() -> Any:
+    """Warp and lane of a thread."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    thread, _, _ = cute.arch.thread_idx()
+    return warp, thread % WARP_SIZE, thread

@@ -1,0 +1,96 @@
+"""The tokens of the MLP kernel: normalised and quantised first, their products quantised between.
+
+Rows are shared out among CTAs; products are quantised by whoever computed them, when the largest
+magnitude of every token is known to all.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from .config import WARP_SIZE
+from .e4m3 import token_codes, token_scale
+from .epilogue import DTYPES
+from .grid_barrier import load_word
+from .mlp_config import MMA_THREADS, MMA_WARPS, MlpConfig
+from .mlp_parts import (
+    MMA_BARRIER,
+    Problem,
+    Ring,
+    Span,
+    Tensors,
+    amax_word,
+    sync_mma_warps,
+)
+from .row_config import CHUNK
+from .row_inputs import load_vector, store_codes
+from .row_norm import RowNorm
+from .row_output import RowOutput
+from .row_parts import Norm, Operands, Row
+from .row_reduce import RowThreads, row_max
+from .row_source import RowSource
+from .row_values import amax_bits, chunk_words, widened
+
+
+class MlpTokens:
+    """Specialised by :class:`MlpConfig`."""
+
+    def __init__(self, config: MlpConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.source = RowSource(config.norm)
+        self.norm = RowNorm(config.norm, self.source)
+        self.output = RowOutput(config.norm)
+
+    @cute.jit
+    def normalise(self, tensors: Tensors, problem: Problem, ring: Ring, thread: Int32):
+        """All MMA threads: codes and scales of this CTA's rows."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        operands = Operands(
+            tensors.x, tensors.norm, None, None, tensors.codes[0], tensors.scales[0], None, None
+        )
+        lane = thread % WARP_SIZE
+        threads = RowThreads(MMA_WARPS, Int32(0), thread // WARP_SIZE, lane, MMA_BARRIER)
+        rows = cute.ceil_div(problem.m - cta, ctas)
+        for i in cutlass.range(rows, unroll=1):
+            index = cta + i * ctas
+            first = Int64(index) * tensors.x.stride[0]
+            row = Row(index, index < problem.m, thread, first, problem.hidden)
+            shape = (chunk_words(self.dtype), self.config.chunks)
+            held = cute.make_rmem_tensor(shape, Int32)
+            weights = self.norm.registers()
+            norm = Norm(Float32(0.0), Float32(1.0), problem.inverse, problem.eps, Float32(0.0))
+            self.source.load(held, operands, row, 0, True)
+            self.norm.load_weights(weights, operands, row, 0)
+            words = [ring.words[0], None, ring.words[1]]
+            norm = self.norm.statistics(held, operands, row, threads, words, norm)
+            self.norm.normalise(held, weights, operands, row, 0, norm)
+            amax = amax_bits(held, self.dtype)
+            scale = token_scale(row_max(amax, ring.words[1], threads))
+            self.output.write_token_scale(scale, operands, row)
+            self.output.write(held, operands, row, 0, scale)
+            # The next row's words are these.
+            sync_mma_warps()
+
+    @cute.jit
+    def quantise(self, tensors: Tensors, problem: Problem, ring: Ring, span: Span, thread: Int32):
+        """All MMA threads, when the magnitudes are known: this CTA's columns of the product."""
+        if thread < self.config.tokens:
+            scale = token_scale(load_word(amax_word(tensors.workspace, thread)))
+            ring.scales[thread] = scale.bits.bitcast(Float32)
+            cta, _, _ = cute.arch.block_idx()
+            if (thread < problem.m) & (cta == 0):
+                tensors.scales[1][thread] = scale.bits.bitcast(Float32)
+        # 8 channels of a token at a time: a block of gate and up.
+        items = span.count * problem.m
+        for i in cutlass.range(cute.ceil_div(items - thread, MMA_THREADS), unroll=1):
+            item = thread + i * MMA_THREADS
+            token, column = item // span.count, (span.first + item % span.count) * CHUNK
+            words = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
+            product, codes = tensors.product, tensors.codes[1]
+            load_vector(words, product, Int64(token) * product.stride[0] + column)
+            scale = token_scale(load_word(amax_word(tensors.workspace, token)))
+            packed = token_codes(widened(words, self.dtype), scale, 1)
+            store_codes(packed, codes, Int64(token) * codes.stride[0] + column)

@@ -203,8 +203,8 @@ def mlp_config(
     chunks = next(n for n in (1, 2, 4) if hidden <= n * CHUNK * MMA_THREADS)
     found = []
     for narrow in (False, True):
-        cuts = (Cut.of(blocks(rows), narrow) for rows in (2 * ffn, hidden))
-        config = MlpConfig(dtype, weight, tokens, chunks, *cuts, stages=1)
+        gate_up, down = (Cut.of(blocks(rows), narrow) for rows in (2 * ffn, hidden))
+        config = MlpConfig(dtype, weight, tokens, chunks, gate_up, down, stages=1)
         fixed = config.smem_bytes - config.stage_bytes - 2 * MBARRIER_BYTES
         stages = (smem_limit - fixed) // (config.stage_bytes + 2 * MBARRIER_BYTES)
         found.append(replace(config, stages=min(stages, MAX_STAGES)))

@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from cute_fp8.kernels.configs import FusedConfig
-from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, MAX_HIDDEN, TOKENS, mlp_config
+from cute_fp8.kernels.mlp_config import (
+    HIDDEN_MULTIPLE,
+    MAX_HIDDEN,
+    mlp_config,
+    most_tokens,
+)
 from cute_fp8.kernels.rope_config import RopeConfig
 
 #: Tokens up to which the MLP half is one launch.
-MOST_TOKENS = max(TOKENS)
+MOST_TOKENS = most_tokens(hopper=False)
 #: Such ops, with the variant that each has in the table.
 OPS = {"rope_append": "any", "decoder_mlp": "per_token"}
 
@@ -47,6 +52,14 @@ class FusedProblem:
 
 def refusal(problem: FusedProblem) -> str | None:
     """Why a problem has no kernel, as an entry of the table says it."""
+    return problem.refusal
+
+
+def refusal_on_hopper(problem: FusedProblem) -> str | None:
+    """The same, where launches in parts are the faster way sooner."""
+    most = most_tokens(hopper=True)
+    if problem.refusal is None and problem.m > most:
+        return f"M = {problem.m}, must be from 1 to {most}"
     return problem.refusal
 
 

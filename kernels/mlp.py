@@ -70,7 +70,7 @@ from .mlp_parts import (
 from .mlp_tokens import MlpTokens
 from .mma import Instruction
 from .ring import advance
-from .smem import tma_load, tma_load_atom
+from .smem import tma_load, tma_load_atom, tma_prefetch
 
 #: Counters of the grid, in the order in which they are waited for; then those that have gone.
 _NORMED, _MEASURED, _QUANTISED, _GONE = range(COUNTERS)
@@ -108,9 +108,12 @@ class Mlp:
     ):
         """Launch on ``stream``; tensors as in ``fake_arguments``."""
         config = self.config
-        units, slabs = config.units * config.stages, config.slabs * config.stages
+        slabs = config.slabs * config.stages
         loads = Loads(
-            weights=[tma_load_atom(w, BLOCK, SLAB, units) for w in (gate_up, down)],
+            weights=[
+                tma_load_atom(w, BLOCK * cut.blocks, SLAB, 1)
+                for w, cut in zip((gate_up, down), config.cuts, strict=True)
+            ],
             tokens=[tma_load_atom(q, config.tokens, SLAB, slabs) for q in (codes, product_codes)],
         )
         tensors = Tensors(
@@ -143,6 +146,9 @@ class Mlp:
         warp, lane, thread = place()
         ring = make_ring(loads, self.config, warp)
         if cutlass.const_expr(self.config.pdl):
+            if warp == MMA_WARPS:
+                self.prefetch_weights(loads, problem, ring)
+            # Nothing that an earlier kernel wrote, or still reads, is touched before this.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if warp == MMA_WARPS:
@@ -153,31 +159,57 @@ class Mlp:
             self.compute(tensors, problem, ring, warp, lane, thread)
 
     @cute.jit
+    def prefetch_weights(self, loads: Loads, problem: Problem, ring: Ring):
+        """One warp: the first stages' weights to L2, while the kernel before still runs.
+
+        Not yet to shared memory: should it be that kernel which writes them, L2 has what it wrote.
+        """
+        cut = self.config.gate_up
+        rows, k = self.sizes(problem, 0)
+        span = span_of(rows)
+        part = pass_of(span, Int32(0), cut)
+        steps = cutlass.min(steps_of(k, cut), Int32(self.config.stages))
+        if span.count == 0:
+            steps = Int32(0)
+        tiles = self.tiles(loads, part.first, 0)
+        for step in cutlass.range(steps, unroll=1):
+            for slab in cutlass.range_constexpr(self.config.gate_up.slabs):
+                source = tiles[None, None, step * self.config.gate_up.slabs + slab]
+                tma_prefetch(loads.weights[0], source, ring.weights[0][None, None, 0])
+
+    @cute.jit
+    def tiles(self, loads: Loads, block: Int32, gemm: cutlass.Constexpr) -> cute.Tensor:
+        """The boxes of a weight, along K, from a block on."""
+        rows = cute.domain_offset((block * BLOCK, 0), loads.weights[gemm].tma_tensor)
+        return cute.local_tile(rows, (BLOCK * self.config.cuts[gemm].blocks, SLAB), (0, None))
+
+    @cute.jit
     def load_weights(self, loads: Loads, problem: Problem, ring: Ring):
-        """One warp: every stage's units of weights, as soon as the stage is free."""
+        """One warp: every stage's weights, as soon as the stage is free.
+
+        A copy is of as many blocks as a pass has at most. What is too much is the next CTA's, who
+        reads it at about the same time.
+        """
         # A fresh barrier counts as having completed phase 1.
         stage, phase = Int32(0), Int32(1)
         for gemm in cutlass.range_constexpr(2):
             cut = self.config.cuts[gemm]
             rows, k = self.sizes(problem, gemm)
-            tma = loads.weights[gemm]
-            tiles = cute.local_tile(tma.tma_tensor, (BLOCK, SLAB), (None, None))
             span = span_of(rows)
             for number in cutlass.range(passes_of(span, cut), unroll=1):
                 part = pass_of(span, number, cut)
+                tiles = self.tiles(loads, part.first, gemm)
                 for step in cutlass.range(steps_of(k, cut), unroll=1):
                     wait(ring.empty + stage, phase)
                     full = ring.full + stage
                     with cute.arch.elect_one():
-                        count = part.count * (self.config.cuts[gemm].slabs * UNIT_BYTES)
+                        count = self.config.cuts[gemm].units * UNIT_BYTES
                         cute.arch.mbarrier_arrive_and_expect_tx(full, count)
                     for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
                         at = step * self.config.cuts[gemm].slabs + slab
                         unit = stage * self.config.units + slab * self.config.cuts[gemm].blocks
-                        for b in cutlass.range(part.count, unroll=1):
-                            source = tiles[None, None, part.first + b, at]
-                            target = ring.weights[None, None, unit + b]
-                            tma_load(loads.weights[gemm], source, target, full)
+                        target = ring.weights[gemm][None, None, unit]
+                        tma_load(loads.weights[gemm], tiles[None, None, at], target, full)
                     stage, phase = advance(stage, phase, self.config.stages)
 
     @cute.jit
@@ -194,6 +226,8 @@ class Mlp:
             tiles = cute.local_tile(tma.tma_tensor, (self.config.tokens, SLAB), (None, None))
             span = span_of(rows)
             wait_for(counter(tensors.workspace, _QUANTISED if gemm else _NORMED), ctas)
+            if cutlass.const_expr(gemm == 0):
+                self.tokens.fetch_scales(tensors, problem, ring, lane)
             for _number in cutlass.range(passes_of(span, cut), unroll=1):
                 for step in cutlass.range(steps_of(k, cut), unroll=1):
                     wait(ring.empty + stage, phase)
@@ -240,11 +274,12 @@ class Mlp:
         span, cut = span_of(rows), self.config.gate_up
         for number in cutlass.range(passes_of(span, cut), unroll=1):
             part = pass_of(span, number, self.config.gate_up)
+            channels = self.math.channel_scales(tensors, part, 0, warp, lane)
             stage, phase = self.math.multiply(
                 acc, ring, self.config.gate_up, part.count, k, stage, phase, warp, lane
             )
             self.math.add_up(acc, ring, self.config.gate_up, warp, lane)
-            self.math.finish_product(acc, tensors, problem, ring, part, warp, lane)
+            self.math.finish_product(acc, channels, tensors, problem, ring, part, warp, lane)
         sync_mma_warps()
         self.math.publish(tensors, problem, ring, thread)
         self.meet(tensors.workspace, _MEASURED, thread)
@@ -255,11 +290,12 @@ class Mlp:
         span, cut = span_of(rows), self.config.down
         for number in cutlass.range(passes_of(span, cut), unroll=1):
             part = pass_of(span, number, self.config.down)
+            channels = self.math.channel_scales(tensors, part, 1, warp, lane)
             stage, phase = self.math.multiply(
                 acc, ring, self.config.down, part.count, k, stage, phase, warp, lane
             )
             self.math.add_up(acc, ring, self.config.down, warp, lane)
-            self.math.finish_output(acc, tensors, problem, ring, part, warp, lane)
+            self.math.finish_output(acc, channels, tensors, problem, ring, part, warp, lane)
 
     @cute.jit
     def meet(self, workspace: cute.Tensor, number: cutlass.Constexpr, thread: Int32):

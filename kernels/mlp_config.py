@@ -73,15 +73,17 @@ class Cut:
         return f"{self.blocks}x{self.slabs}"
 
     @staticmethod
-    def of(blocks: int, narrow: bool = False) -> Cut:
+    def of(blocks: int, narrow: bool = False, large: bool = False) -> Cut:
         """For as many blocks: as many warps side by side as there is work for.
 
         ``narrow``: one slab, for many tokens in little shared memory; some warps may have no work.
+        ``large``: with shared memory for stages that keep DRAM busy while the grid meets.
         """
         if narrow:
             return Cut(blocks, 1, MMA_WARPS)
         row_warps = next(n for n in (1, 2, 4, 8) if blocks <= n or n == MMA_WARPS)
-        return Cut(blocks, MMA_WARPS // row_warps, row_warps)
+        k_warps = MMA_WARPS // row_warps
+        return Cut(blocks, 2 * k_warps if large and blocks == 2 else k_warps, row_warps)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class MlpConfig:
     @property
     def smem_bytes(self) -> int:
         """Ring, barriers, sums; words of two reductions, magnitudes and scales of tokens."""
-        words = 2 * MMA_WARPS + 2 * self.tokens + self.sum_words
+        words = 2 * MMA_WARPS + 3 * self.tokens + self.sum_words
         return STAGE_ALIGNMENT + self.stages * (self.stage_bytes + 2 * MBARRIER_BYTES) + 4 * words
 
     @property
@@ -192,7 +194,8 @@ def mlp_config(
     weight: str = "bfloat16",
 ) -> MlpConfig:
     """The kernel for a problem on a GPU with that many multiprocessors."""
-    most = 2 * MMA_WARPS if smem_limit > LARGE else MMA_WARPS
+    large = smem_limit > LARGE
+    most = 2 * MMA_WARPS if large else MMA_WARPS
     tokens = next(n for n in TOKENS if m <= n)
 
     def blocks(rows: int) -> int:
@@ -203,7 +206,7 @@ def mlp_config(
     chunks = next(n for n in (1, 2, 4) if hidden <= n * CHUNK * MMA_THREADS)
     found = []
     for narrow in (False, True):
-        gate_up, down = (Cut.of(blocks(rows), narrow) for rows in (2 * ffn, hidden))
+        gate_up, down = (Cut.of(blocks(rows), narrow, large) for rows in (2 * ffn, hidden))
         config = MlpConfig(dtype, weight, tokens, chunks, gate_up, down, stages=1)
         fixed = config.smem_bytes - config.stage_bytes - 2 * MBARRIER_BYTES
         stages = (smem_limit - fixed) // (config.stage_bytes + 2 * MBARRIER_BYTES)
@@ -217,12 +220,20 @@ SHAPES = ((4096, 14336), (1024, 4096))
 
 def shipped_mlps(target: str | None) -> list[MlpConfig]:
     """The kernels that ``compile`` builds, for GPUs that are typical of a target."""
-    if target is not None and target.startswith("sm_90"):
-        sms, smem = 132, SMEM_LIMIT_SM90
-    else:
-        sms, smem = (48 if target == "sm_121a" else 170), SMEM_LIMIT_SM120
+    hopper = target is not None and target.startswith("sm_90")
+    sms = 132 if hopper else 48 if target == "sm_121a" else 170
+    smem = SMEM_LIMIT_SM90 if hopper else SMEM_LIMIT_SM120
     return [
-        mlp_config(m, hidden, ffn, sms=sms, smem_limit=smem).check()
+        replace(mlp_config(m, hidden, ffn, sms=sms, smem_limit=smem), pdl=True).check()
         for hidden, ffn in SHAPES
         for m in TOKENS
+        if m <= most_tokens(hopper)
     ]
+
+
+def most_tokens(hopper: bool) -> int:
+    """Up to which one launch is the faster way.
+
+    Hopper's ``mma.sync`` takes e4m3 apart into fp16: past a few tokens it binds.
+    """
+    return 16 if hopper else max(TOKENS)

@@ -13,7 +13,6 @@ from .barriers import wait
 from .config import MMA_K, MMA_N, WARP_SIZE
 from .epilogue import DTYPES, activate
 from .floats import ABS_MASK
-from .grid_barrier import load_word
 from .mlp_config import BLOCK, SLAB, UNIT_BYTES, Cut, MlpConfig
 from .mlp_parts import Problem, Ring, Span, Tensors, amax_word, steps_of, sync_mma_warps
 from .mma import UNIT_SCALES, Instruction, mma_m16n8k32, unit_scales
@@ -57,7 +56,7 @@ class MlpMath:
         config = self.config
         row_warp, k_warp = warp % cut.row_warps, warp // cut.row_warps
         row_b = lane % 8 if config.tokens == MMA_N else lane // 16 * 8 + lane % 8
-        a = fragment_address(ring.weights, SLAB, Int32(0), lane % 16, lane // 16)
+        a = fragment_address(ring.weights[0], SLAB, Int32(0), lane % 16, lane // 16)
         b = fragment_address(ring.tokens, SLAB, Int32(0), row_b, lane // 8 % 2)
         for _ in cutlass.range(steps_of(k, cut), unroll=1):
             wait(ring.full + stage, phase)
@@ -128,9 +127,31 @@ class MlpMath:
                         flat[i] = flat[i] + ring.sums[(first + i) * WARP_SIZE + lane]
 
     @cute.jit
+    def channel_scales(
+        self,
+        tensors: Tensors,
+        span: Span,
+        gemm: cutlass.Constexpr,
+        warp: Int32,
+        lane: Int32,
+    ) -> cute.Tensor:
+        """Of a lane's rows in each of its blocks; read before they are needed."""
+        cut = self.config.cuts[gemm]
+        scales = cute.make_rmem_tensor((2, cut.warp_blocks), Float32)
+        scales.fill(0.0)
+        for j in cutlass.range_constexpr(cut.warp_blocks):
+            block = warp % cut.row_warps + j * cut.row_warps
+            if block < span.count:
+                row = (span.first + block) * BLOCK + lane // 4
+                for half in cutlass.range_constexpr(2):
+                    scales[half, j] = tensors.weight_scales[gemm][row + half * (BLOCK // 2)]
+        return scales
+
+    @cute.jit
     def finish_product(
         self,
         acc: cute.Tensor,
+        channels: cute.Tensor,
         tensors: Tensors,
         problem: Problem,
         ring: Ring,
@@ -140,23 +161,19 @@ class MlpMath:
     ):
         """``silu(gate) * up`` of a pass, rounded and stored, and the magnitudes of its tokens."""
         cut = self.config.gate_up
-        scales, channels = tensors.scales[0], tensors.weight_scales[0]
-        words = cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Int32), scales.layout)
         amax = cute.make_rmem_tensor((2, self.groups), Int32)
         amax.fill(0)
         for j in cutlass.range_constexpr(cut.warp_blocks):
             block = warp + j * cut.row_warps
             if (block < span.count) & (warp < cut.row_warps):
-                row = (span.first + block) * BLOCK + lane // 4
-                of_gate, of_up = channels[row], channels[row + BLOCK // 2]
                 column = (span.first + block) * (BLOCK // 2) + lane // 4
                 for n in cutlass.range_constexpr(self.groups):
                     for e in cutlass.range_constexpr(2):
                         token = n * MMA_N + lane % 4 * 2 + e
                         if token < problem.m:
-                            of_token = load_word(words.iterator + token).bitcast(Float32)
-                            gate = acc[e, n, j] * of_token * of_gate
-                            up = acc[2 + e, n, j] * of_token * of_up
+                            of_token = ring.scales[0][token]
+                            gate = acc[e, n, j] * of_token * channels[0, j]
+                            up = acc[2 + e, n, j] * of_token * channels[1, j]
                             value = (activate("silu", gate) * up).to(self.dtype)
                             tensors.product[token, column] = value
                             bits = value.to(Float32).bitcast(Int32) & ABS_MASK
@@ -182,6 +199,7 @@ class MlpMath:
     def finish_output(
         self,
         acc: cute.Tensor,
+        channels: cute.Tensor,
         tensors: Tensors,
         problem: Problem,
         ring: Ring,
@@ -191,17 +209,16 @@ class MlpMath:
     ):
         """``down + x`` of a pass, rounded once."""
         cut = self.config.down
-        channels = tensors.weight_scales[1]
         for j in cutlass.range_constexpr(cut.warp_blocks):
             block = warp + j * cut.row_warps
             if (block < span.count) & (warp < cut.row_warps):
                 for half in cutlass.range_constexpr(2):
                     channel = (span.first + block) * BLOCK + lane // 4 + half * (BLOCK // 2)
-                    of_channel = channels[channel]
                     for n in cutlass.range_constexpr(self.groups):
                         for e in cutlass.range_constexpr(2):
                             token = n * MMA_N + lane % 4 * 2 + e
                             if token < problem.m:
-                                value = acc[2 * half + e, n, j] * ring.scales[token] * of_channel
+                                of_token = ring.scales[1][token]
+                                value = acc[2 * half + e, n, j] * of_token * channels[half, j]
                                 value = value + tensors.x[token, channel].to(Float32)
                                 tensors.out[token, channel] = value.to(self.dtype)

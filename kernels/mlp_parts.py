@@ -22,6 +22,7 @@ from .mlp_config import (
     MMA_THREADS,
     MMA_WARPS,
     SLAB,
+    UNIT_BYTES,
     MlpConfig,
 )
 
@@ -43,7 +44,7 @@ class Tensors(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """TMA copies of a unit of weights, and of a slab of tokens; pairs."""
+    """TMA copies of a slab of weights (all blocks of a pass), and of tokens; pairs."""
 
     weights: Any
     tokens: Any
@@ -62,13 +63,13 @@ class Problem(NamedTuple):
 class Ring(NamedTuple):
     """Stages in shared memory, their barriers, and what the warps tell each other."""
 
-    weights: cute.Tensor  # (16, 128, units of all stages)
+    weights: Any  # pair of (rows, 128, where it begins, in blocks of 16 rows)
     tokens: cute.Tensor  # (tokens, 128, slabs of all stages)
     full: cute.Pointer
     empty: cute.Pointer
     words: Any  # of two reductions
     amax: cute.Tensor  # of this CTA's part of every token
-    scales: cute.Tensor  # of every token
+    scales: Any  # pair: of every token, for each GEMM
     sums: Any  # fp32, or None
 
 
@@ -83,19 +84,29 @@ class Span(NamedTuple):
 def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -> Ring:
     """Allocate everything; initialise the barriers."""
     smem = SmemAllocator()
-    weights, tokens = [
-        smem.allocate_tensor(
-            Float8E4M3FN,
-            load.smem_layout.outer,
-            byte_alignment=STAGE_ALIGNMENT,
-            swizzle=load.smem_layout.inner,
+    tma = loads.tokens[0].smem_layout
+    tokens = smem.allocate_tensor(
+        Float8E4M3FN, tma.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=tma.inner
+    )
+    count = config.units * config.stages
+    memory = smem.allocate_tensor(
+        Float8E4M3FN,
+        cute.make_layout((BLOCK, SLAB, count), stride=(SLAB, 1, UNIT_BYTES)),
+        byte_alignment=STAGE_ALIGNMENT,
+        swizzle=tma.inner,
+    )
+    # A copy may begin at any block: of either GEMM's rows, seen from there.
+    weights = [
+        cute.make_tensor(
+            memory.iterator,
+            cute.make_layout((BLOCK * cut.blocks, SLAB, count), stride=(SLAB, 1, UNIT_BYTES)),
         )
-        for load in (loads.weights[0], loads.tokens[0])
+        for cut in config.cuts
     ]
     barriers = smem.allocate_array(Int64, 2 * config.stages)
     words = [smem.allocate_tensor(Int32, cute.make_layout(MMA_WARPS)) for _ in range(2)]
     amax = smem.allocate_tensor(Int32, cute.make_layout(config.tokens))
-    scales = smem.allocate_tensor(Float32, cute.make_layout(config.tokens))
+    scales = [smem.allocate_tensor(Float32, cute.make_layout(config.tokens)) for _ in range(2)]
     sums = None
     if cutlass.const_expr(config.sum_words > 0):
         sums = smem.allocate_tensor(Float32, cute.make_layout(config.sum_words))

@@ -75,11 +75,25 @@ class MlpTokens:
             sync_mma_warps()
 
     @cute.jit
+    def fetch_scales(self, tensors: Tensors, problem: Problem, ring: Ring, lane: Int32):
+        """One warp, when they are known: all tokens' scales, to shared memory.
+
+        The MMA warps see them with the first stage, whose barrier this warp arrives on afterwards.
+        """
+        scales = tensors.scales[0]
+        words = cute.recast_ptr(scales.iterator, dtype=Int32)
+        for i in cutlass.range_constexpr(cute.ceil_div(self.config.tokens, WARP_SIZE)):
+            token = lane + i * WARP_SIZE
+            if token < problem.m:
+                ring.scales[0][token] = load_word(words + token).bitcast(Float32)
+        cute.arch.sync_warp()
+
+    @cute.jit
     def quantise(self, tensors: Tensors, problem: Problem, ring: Ring, span: Span, thread: Int32):
         """All MMA threads, when the magnitudes are known: this CTA's columns of the product."""
         if thread < self.config.tokens:
             scale = token_scale(load_word(amax_word(tensors.workspace, thread)))
-            ring.scales[thread] = scale.bits.bitcast(Float32)
+            ring.scales[1][thread] = scale.bits.bitcast(Float32)
             cta, _, _ = cute.arch.block_idx()
             if (thread < problem.m) & (cta == 0):
                 tensors.scales[1][thread] = scale.bits.bitcast(Float32)

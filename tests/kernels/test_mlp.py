@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import workspace
+from cute_fp8 import fused, mlp, workspace
 from cute_fp8.decoder_case import DecoderCase, decoder_case, mlp_errors
 from cute_fp8.decoder_weights import DecoderConfig
 from cute_fp8.testing import TIER_KINDS
@@ -21,6 +21,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 SMALL = (256, 512)
 #: Hidden and FFN width: models', few and odd numbers of blocks, tails of K.
 SIZES = (SMALL, (1024, 4096), (4096, 14336), (16, 16), (400, 1040), (2064, 48), (3584, 18944))
+
+
+@pytest.fixture(autouse=True)
+def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, too, where many tokens are launched in parts."""
+    monkeypatch.setattr(fused, "most_tokens", lambda hopper: fused.MOST_TOKENS)
+    monkeypatch.setattr(mlp, "_kernels", {})
 
 
 def arch() -> str:

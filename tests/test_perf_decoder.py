@@ -8,9 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("jsonschema")
-from cute_fp8.decoder_case import decoder_case  # noqa: E402
-from perf import decoder  # noqa: E402
-from perf.results_io import load  # noqa: E402
+from cute_fp8.decoder_case import decoder_case
+from perf import decoder
+from perf.results_io import load
 
 
 def test_a_row_for_every_case(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

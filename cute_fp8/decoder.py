@@ -19,16 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_fp8 import mlp
-from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.api import gemm
 from cute_fp8.decoder_weights import DecoderWeights, Projection
 from cute_fp8.kv_cache import KVCache
-from cute_fp8.problem import ALIGNMENT, E4M3, OUT_DTYPES, _has_storage
-from cute_fp8.producers import (
-    attention_out_quantize,
-    quantize_fp8_activations,
-    quantize_mxfp8,
-    rmsnorm_quantize,
-)
+from cute_fp8.problem import ALIGNMENT, OUT_DTYPES, _has_storage
+from cute_fp8.producers import attention_out_quantize, rmsnorm_quantize
 from cute_fp8.rope import RopeInputs, check_rotation, rope_append
 
 Quantised = tuple[Tensor, Tensor]
@@ -134,24 +129,9 @@ def decoder_mlp(x: Tensor, weights: DecoderWeights, *, return_intermediates: boo
 
 
 def _mlp(rows: Tensor, weights: DecoderWeights) -> tuple[Tensor, MlpIntermediates]:
-    one = mlp.one_launch(rows, weights)
-    if one is not None:
-        made = ((one.codes, one.scales), one.product, (one.product_codes, one.product_scales))
-        return one.y, MlpIntermediates(*made)
-    normed = _normed(rows, weights.mlp_norm, weights)
-    w = weights.gate_up
-    operands = (*normed, w.codes, w.scales, w.bias)
-    product: Any = None
-    if weights.config.variant == "mxfp8" and rows.dtype is torch.bfloat16:
-        codes: Any = gemm_gated(*operands, out_dtype=E4M3)
-    else:
-        product = gemm_gated(*operands, out_dtype=rows.dtype)
-        if weights.config.variant == "mxfp8":
-            codes = quantize_mxfp8(product, blocked=True)
-        else:
-            codes = quantize_fp8_activations(product)
-    y = _gemm(codes, weights.down, rows.dtype, rows)
-    return y, MlpIntermediates(normed, product, codes)
+    m = mlp.mlp(rows, weights)
+    made = ((m.codes, m.scales), m.product, (m.product_codes, m.product_scales))
+    return m.y, MlpIntermediates(*made)
 
 
 def _gemm(

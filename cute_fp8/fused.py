@@ -76,7 +76,6 @@ def mlp_problem(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight: torch.dtype = torch.bfloat16,
-    bias: bool = False,
 ) -> FusedProblem:
     """Of :mod:`cute_fp8.mlp`."""
 
@@ -91,8 +90,6 @@ def mlp_problem(
         reason = f"hidden = {hidden}, must be at most {MAX_HIDDEN}"
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"x is {dtype}, must be bfloat16 or float16"
-    elif bias:
-        reason = "gate|up or down has a bias, must have none"
     return FusedProblem("decoder_mlp", m, hidden, device, configure, reason)
 
 

@@ -1,4 +1,4 @@
-"""The MLP half of a decoder layer in one launch, for few tokens; kernel: ``kernels/mlp.py``."""
+"""The MLP half of a decoder layer: for few tokens one launch of ``kernels/mlp.py``, else four."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from torch import Tensor
 
 from cute_fp8 import compiler, settings
 from cute_fp8.api import _is_plain as is_plain
+from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.cute_backend import _sm_count
-from cute_fp8.decoder_weights import DecoderWeights
+from cute_fp8.decoder_weights import DecoderWeights, Projection
 from cute_fp8.dispatch import select
 from cute_fp8.fused import MOST_TOKENS, mlp_problem
 from cute_fp8.kernels.mlp_config import WORKSPACE_WORDS
 from cute_fp8.ops import as_bytes
 from cute_fp8.problem import E4M3
+from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8, rmsnorm_quantize
 from cute_fp8.workspace import unshared, workspace
 
 
 class MlpResult(NamedTuple):
-    """What the kernel writes: the output, and what it has made on the way."""
+    """The output ``[M, hidden]``, and what was made on the way."""
 
-    y: Tensor  # [M, hidden]
+    y: Tensor
     codes: Tensor  # of the norm
     scales: Tensor
-    product: Tensor  # [M, ffn]
+    product: Tensor | None  # [M, ffn]; None where it exists as codes only
     product_codes: Tensor
     product_scales: Tensor
 
 
-def one_launch(rows: Tensor, weights: DecoderWeights) -> MlpResult | None:
-    """The MLP half of rows ``[M, hidden]``; None where it is to be launched in parts.
+def mlp(rows: Tensor, weights: DecoderWeights) -> MlpResult:
+    """The MLP half of rows ``[M, hidden]``: in one launch where there is a kernel, or in parts.
 
     A pinned configuration is one of GEMMs: it is obeyed in parts.
     """
-    if not rows.is_cuda or weights.config.variant != "per_token":
-        return None
-    if not 0 < rows.shape[0] <= MOST_TOKENS or settings.current().choice is not None:
-        return None
-    kernel = _kernel(rows, weights)
-    if kernel is None:
-        return None
-    gate_up, down = weights.gate_up, weights.down
+    c, gate_up, down = weights.config, weights.gate_up, weights.down
+    parts = (weights.mlp_norm, c.eps, gate_up, down, c.variant)
+    biased = gate_up.bias is not None or down.bias is not None
+    few = rows.is_cuda and c.variant == "per_token" and 0 < rows.shape[0] <= MOST_TOKENS
+    if biased or not few or settings.current().choice is not None:
+        return in_parts(rows, *parts)
+    plain = is_plain((rows, weights.mlp_norm, *gate_up, *down))
+    kernel = _kernel(rows, weights.mlp_norm, c.ffn) if plain else None
+    if plain and kernel is None:
+        return in_parts(rows, *parts)
     operands = (
         rows,
         weights.mlp_norm,
@@ -51,38 +55,44 @@ def one_launch(rows: Tensor, weights: DecoderWeights) -> MlpResult | None:
         gate_up.scales,
         as_bytes(down.codes),
         down.scales,
-        weights.config.eps,
+        c.eps,
     )
-    if is_plain((rows, *operands[1:6])):
-        return MlpResult(*_launch(kernel, *operands))
+    if kernel is not None:
+        return _launch(kernel, *operands)
+    # Under tracing nobody knows the kernel; the op finds it when it runs.
     y, codes, scales, product, product_codes, product_scales = torch.ops.cute_fp8.mlp(*operands)
     codes, product_codes = (t.view(E4M3) for t in (codes, product_codes))
     return MlpResult(y, codes, scales, product, product_codes, product_scales)
+
+
+def in_parts(
+    rows: Tensor, norm: Tensor, eps: float, gate_up: Projection, down: Projection, variant: str
+) -> MlpResult:
+    """The same in four launches; with MXFP8 in three."""
+    kind: dict[str, Any] = {"variant": variant, "blocked": variant == "mxfp8"}
+    normed = rmsnorm_quantize(rows, norm, eps, **kind)
+    operands = (*normed, gate_up.codes, gate_up.scales, gate_up.bias)
+    product: Any = None
+    if variant == "mxfp8" and rows.dtype is torch.bfloat16:
+        codes: Any = gemm_gated(*operands, out_dtype=E4M3)
+    else:
+        product = gemm_gated(*operands, out_dtype=rows.dtype)
+        mx = variant == "mxfp8"
+        codes = quantize_mxfp8(product, blocked=True) if mx else quantize_fp8_activations(product)
+    y = gemm(*codes, down.codes, down.scales, down.bias, residual=rows, out_dtype=rows.dtype)
+    assert isinstance(y, Tensor)
+    return MlpResult(y, *normed, product, *codes)
 
 
 #: By what decides them; None where the launch is in parts.
 _kernels: dict[Hashable, compiler.Kernel | None] = {}
 
 
-def _kernel(rows: Tensor, weights: DecoderWeights) -> compiler.Kernel | None:
-    c = weights.config
-    bias = weights.gate_up.bias is not None or weights.down.bias is not None
-    norm = weights.mlp_norm.dtype
-    return _found(rows.shape[0], c.hidden, c.ffn, rows.dtype, norm, bias, rows.device)
-
-
-def _found(
-    m: int,
-    hidden: int,
-    ffn: int,
-    dtype: torch.dtype,
-    norm: torch.dtype,
-    bias: bool,
-    device: torch.device,
-) -> compiler.Kernel | None:
-    key = (m, hidden, ffn, dtype, norm, bias, device, settings.current())
+def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
+    (m, hidden), dtype, device = rows.shape, rows.dtype, rows.device
+    key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
     if key not in _kernels:
-        problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm, bias=bias)
+        problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)
         route, found = select(problem, settings.current()), None
         if route.fused is not None and route.target is not None:
             found = compiler.get(route.fused, route.target, device)
@@ -99,7 +109,7 @@ def _launch(
     down: Tensor,
     down_scales: Tensor,
     eps: float,
-) -> tuple[Tensor, ...]:
+) -> MlpResult:
     m, hidden, ffn, device = *x.shape, down.shape[1], x.device
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -127,7 +137,7 @@ def _launch(
             eps,
             _sm_count(device),
         )
-    return y, *made
+    return MlpResult(y, *made)
 
 
 @torch.library.custom_op(
@@ -148,12 +158,15 @@ def _op(
     eps: float,
 ) -> list[Tensor]:
     """The MLP half; codes as bytes."""
-    (m, hidden), ffn = x.shape, down.shape[1]
-    kernel = _found(m, hidden, ffn, x.dtype, norm.dtype, False, x.device)
-    assert kernel is not None
+    kernel = _kernel(x, norm, down.shape[1]) if x.is_cuda else None
     with unshared():
-        made = _launch(kernel, x, norm, gate_up, gate_up_scales, down, down_scales, eps)
-    return [as_bytes(t) if t.dtype is E4M3 else t for t in made]
+        if kernel is not None:
+            made = _launch(kernel, x, norm, gate_up, gate_up_scales, down, down_scales, eps)
+        else:
+            first = Projection(gate_up.view(E4M3), gate_up_scales)
+            second = Projection(down.view(E4M3), down_scales)
+            made = in_parts(x, norm, eps, first, second, "per_token")
+    return [as_bytes(t) if t.dtype is E4M3 else t for t in made if t is not None]
 
 
 @_op.register_fake

@@ -39,9 +39,10 @@ def check(given: RopeInputs, heads: Heads, cached: bool) -> None:
     with cute_fp8.use(backend="reference"):
         wanted = rope_append(given, heads, 1e-5, None)
     for name, a, b in zip("qkv", made, wanted, strict=True):
-        if given.q_norm is None:
+        if given.q_norm is None and a.dtype != torch.float32:
             assert torch.equal(a, b), name
             continue
+        # In fp32 a product may be fused with the sum.
         # Another order of a norm's sum flips a few roundings, by a unit in the last place.
         unit = 4 * torch.finfo(a.dtype).eps
         torch.testing.assert_close(a, b, rtol=unit, atol=unit * 4)
@@ -51,7 +52,7 @@ def check(given: RopeInputs, heads: Heads, cached: bool) -> None:
 
 
 def test_the_kernel_is_what_runs() -> None:
-    explanation = cute_fp8.explain("rope_append", m=4, k=1024)
+    explanation = cute_fp8.explain("rope_append", m=4, k=1024, variant="any")
     assert explanation.route is not None and explanation.route.entry.name == "cute:rope_append"
 
 

@@ -70,8 +70,8 @@ def in_parts(
 ) -> MlpResult:
     """The same in four launches; with MXFP8 in three."""
     kind: dict[str, Any] = {"variant": variant, "blocked": variant == "mxfp8"}
-    normed = rmsnorm_quantize(rows, norm, eps, **kind)
-    operands = (*normed, gate_up.codes, gate_up.scales, gate_up.bias)
+    xq, sx = rmsnorm_quantize(rows, norm, eps, **kind)
+    operands = (xq, sx, gate_up.codes, gate_up.scales, gate_up.bias)
     product: Any = None
     if variant == "mxfp8" and rows.dtype is torch.bfloat16:
         codes: Any = gemm_gated(*operands, out_dtype=E4M3)
@@ -79,9 +79,10 @@ def in_parts(
         product = gemm_gated(*operands, out_dtype=rows.dtype)
         mx = variant == "mxfp8"
         codes = quantize_mxfp8(product, blocked=True) if mx else quantize_fp8_activations(product)
-    y = gemm(*codes, down.codes, down.scales, down.bias, residual=rows, out_dtype=rows.dtype)
+    q, s = codes
+    y = gemm(q, s, down.codes, down.scales, down.bias, residual=rows, out_dtype=rows.dtype)
     assert isinstance(y, Tensor)
-    return MlpResult(y, *normed, product, *codes)
+    return MlpResult(y, xq, sx, product, q, s)
 
 
 #: By what decides them; None where the launch is in parts.

@@ -61,7 +61,7 @@ def test_routes(capability: tuple[int, int] | None, m: int, k: int, taken: str) 
 
 def test_what_explain_refuses() -> None:
     for sizes in ({"m": 1, "k": 64}, {"m": 1, "n": 40, "k": 64}, {"m": 0, "n": 64, "k": 64}):
-        with pytest.raises(ValueError, match="m, n, k: got .*, must be sizes, n and k multiples"):
+        with pytest.raises(ValueError, match=r"m, n, k: got .*, must be sizes, n and k multiples"):
             cute_fp8.explain("decoder_mlp", **sizes)
 
 

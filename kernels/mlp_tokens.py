@@ -68,7 +68,7 @@ class MlpTokens:
             norm = self.norm.statistics(held, operands, row, threads, words, norm)
             self.norm.normalise(held, weights, operands, row, 0, norm)
             amax = amax_bits(held, self.dtype)
-            scale = token_scale(row_max(amax, ring.words[1], threads))
+            scale = token_scale(row_max(amax, ring.words[1], threads), True)
             self.output.write_token_scale(scale, operands, row)
             self.output.write(held, operands, row, 0, scale)
             # The next row's words are these.
@@ -92,7 +92,7 @@ class MlpTokens:
     def quantise(self, tensors: Tensors, problem: Problem, ring: Ring, span: Span, thread: Int32):
         """All MMA threads, when the magnitudes are known: this CTA's columns of the product."""
         if thread < self.config.tokens:
-            scale = token_scale(load_word(amax_word(tensors.workspace, thread)))
+            scale = token_scale(load_word(amax_word(tensors.workspace, thread)), True)
             ring.scales[1][thread] = scale.bits.bitcast(Float32)
             cta, _, _ = cute.arch.block_idx()
             if (thread < problem.m) & (cta == 0):
@@ -105,6 +105,9 @@ class MlpTokens:
             words = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
             product, codes = tensors.product, tensors.codes[1]
             load_vector(words, product, Int64(token) * product.stride[0] + column)
-            scale = token_scale(load_word(amax_word(tensors.workspace, token)))
-            packed = token_codes(widened(words, self.dtype), scale, 1)
+            scale = token_scale(load_word(amax_word(tensors.workspace, token)), True)
+            values = widened(words, self.dtype)
+            for e in cutlass.range_constexpr(CHUNK):
+                values[e] = values[e] * scale.lift
+            packed = token_codes(values, scale, True)
             store_codes(packed, codes, Int64(token) * codes.stride[0] + column)

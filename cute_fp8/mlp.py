@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler, settings
+from cute_fp8 import compiler, cute_backend, settings
 from cute_fp8.api import _is_plain as is_plain
 from cute_fp8.api import gemm, gemm_gated
-from cute_fp8.cute_backend import _sm_count
 from cute_fp8.decoder_weights import DecoderWeights, Projection
 from cute_fp8.dispatch import select
 from cute_fp8.fused import MOST_TOKENS, mlp_problem
@@ -136,7 +135,7 @@ def _launch(
             y,
             workspace(device, WORKSPACE_WORDS),
             eps,
-            _sm_count(device),
+            cute_backend._sm_count(device),
         )
     return MlpResult(y, *made)
 

@@ -19,6 +19,8 @@ import torch
 import cute_fp8
 from cute_fp8 import compiler, cute_backend
 from cute_fp8.choice import Choice
+from cute_fp8.decoder_case import decoder_case, mlp_errors
+from cute_fp8.decoder_weights import DecoderConfig
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.config_sm90 import HopperTile
@@ -87,7 +89,7 @@ def main() -> int:
         case = mxfp8_case(129, 192, 160)
         cute_fp8.gemm(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
         cute_fp8.gemm_gated(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
-    return int(wrong + sum(map(wrong_rows, (True, False))) > 0)
+    return int(wrong + sum(map(wrong_rows, (True, False))) + wrong_blocks() > 0)
 
 
 def wrong_rows(pdl: bool) -> int:
@@ -111,6 +113,23 @@ def wrong_rows(pdl: bool) -> int:
             p = case.problem
             print(f"{p.op} {p.variant} {p.m}x{p.k}: {'; '.join(wrong) or 'right'}", flush=True)
             found += bool(wrong)
+    return found
+
+
+def wrong_blocks(device: str = "cuda") -> int:
+    """How many MLP halves are wrong, with tails and several passes; RoPE and its append, too."""
+    native = device == "cuda" and torch.cuda.get_device_capability()[0] == 12
+    arch = "sm_120" if native else "stand-in"
+    found = 0
+    case = decoder_case(DecoderConfig(144, 272, 2, 1, 16), norms=True, device=device)
+    for tokens in (1, 13):
+        x = case.x(1, tokens)
+        y, made = cute_fp8.decoder_mlp(x, case.weights, return_intermediates=True)
+        wrong = mlp_errors(x[0], case.weights, y, made, arch)
+        cache = cute_fp8.KVCache.empty(1, case.config.columns, 16, device=device)
+        cute_fp8.decoder_block(x, case.weights, case.at(0, tokens), cache)
+        print(f"decoder_mlp {tokens}x272x144: {'; '.join(wrong) or 'right'}", flush=True)
+        found += bool(wrong)
     return found
 
 

@@ -69,8 +69,9 @@ from .mlp_parts import (
 )
 from .mlp_tokens import MlpTokens
 from .mma import Instruction
+from .prefetch import tma_prefetch
 from .ring import advance
-from .smem import tma_load, tma_load_atom, tma_prefetch
+from .smem import tma_load, tma_load_atom
 
 #: Counters of the grid, in the order in which they are waited for; then those that have gone.
 _NORMED, _MEASURED, _QUANTISED, _GONE = range(COUNTERS)

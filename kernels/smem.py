@@ -64,19 +64,6 @@ def tma_load(
     cute.copy(tma.atom, gmem_part, smem_part, tma_bar_ptr=barrier, **mask)
 
 
-@cute.jit
-def tma_prefetch(tma, source: cute.Tensor, target: cute.Tensor):
-    """Start bringing one tile to L2, as if it were to be copied to ``target``."""
-    _, gmem_part = cpasync.tma_partition(
-        tma.atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(target, 0),
-        cute.group_modes(source, 0),
-    )
-    cute.prefetch(tma.atom, gmem_part)
-
-
 def _part_of(sharing: Sharing) -> tuple[Int32, int, dict[str, Int16]]:
     """This CTA's part, of how many, and what else its copy is told."""
     return sharing.rank, sharing.ctas, {"mcast_mask": sharing.mask}

@@ -22,8 +22,15 @@ class DecoderBlock(nn.Module):
     """
 
     def __init__(self, weights: DecoderWeights, layer: int = 0):
-        """``layer``: the number that a cache of transformers knows it by."""
+        """``layer``: the number that a cache of transformers knows it by.
+
+        Raises:
+            TypeError: weights are no :class:`DecoderWeights`.
+        """
         super().__init__()
+        if not isinstance(weights, DecoderWeights):
+            got = type(weights).__name__
+            raise TypeError(f"weights: got {got}, must be DecoderWeights (from_module makes them)")
         self.config = weights.check().config
         self.layer = layer
         for name, tensor in weights.tensors():
@@ -92,10 +99,22 @@ class DecoderBlock(nn.Module):
         self._weights = None
         return self
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module`` has it."""
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **options: Any
+    ) -> None:
+        """Refuses what a copy would round to codes or scales."""
+        *_, error_msgs = arguments
+        for name, buffer in self.named_buffers(recurse=False):
+            found = state_dict.get(prefix + name)
+            if name.endswith(("_codes", "_scales")) and found is not None:
+                if found.dtype is not buffer.dtype:
+                    error_msgs.append(
+                        f"{prefix}{name}: got {found.dtype}, must be {buffer.dtype} "
+                        "(from_module quantises)"
+                    )
+                    return
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
         self._weights = None
-        return super().load_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Its shape."""

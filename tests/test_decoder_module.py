@@ -140,8 +140,26 @@ def test_to_converts_nothing_and_states_load() -> None:
     assert not torch.equal(second(x, position_embeddings=rotation), wanted)
     second.load_state_dict(first.state_dict())
     assert torch.equal(second(x, position_embeddings=rotation), wanted)
+    assert_loading_replaces_all(first, second, rotation, x)
     meta = DecoderBlock.from_module(model.model.layers[0]).to("meta")
     assert meta.weights.device.type == "meta"
+
+
+def assert_loading_replaces_all(first: Any, second: Any, rotation: Any, x: Any) -> None:
+    """Through a parent, by assignment, after a call; and no codes from values that are none."""
+    parent = torch.nn.Sequential(DecoderBlock(second.weights))
+    parent[0](x, position_embeddings=rotation)
+    state = {f"0.{name}": value.clone() for name, value in first.state_dict().items()}
+    state["0.qkv_scales"] = state["0.qkv_scales"] * 2
+    parent.load_state_dict(state, assign=True)
+    wanted = DecoderBlock(parent[0].weights)(x, position_embeddings=rotation)
+    assert torch.equal(parent[0](x, position_embeddings=rotation), wanted)
+    assert torch.equal(parent[0].weights.qkv.scales, state["0.qkv_scales"])
+    state["0.o_codes"] = state["0.o_codes"].float()
+    with pytest.raises(RuntimeError, match=r"0.o_codes: got torch.float32, must be torch.float8_"):
+        parent.load_state_dict(state)
+    with pytest.raises(TypeError, match=r"^weights: got int, must be DecoderWeights"):
+        DecoderBlock(3)  # type: ignore[arg-type]
 
 
 def test_layers_that_are_refused() -> None:

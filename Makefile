@@ -51,7 +51,7 @@ docs: $(STAMP) ## build the pages of docs/ into build/docs
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 
 archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in perf/results
-	$(BIN)/python -m cute_fp8.archs
+	$(BIN)/python -m cute_fp8.evidence.archs
 
 # Evidence for ARCHS.md: run it, and then `make archs`, when a kernel has changed.
 inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was found

@@ -18,7 +18,7 @@ from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
-from cute_fp8.modules import Linear
+from cute_fp8.models.modules import Linear
 from cute_fp8.numerics import (
     FP8_MAX,
     dequantize_fp8,
@@ -39,29 +39,29 @@ from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
 
 if TYPE_CHECKING:
-    from cute_fp8.checkpoint import load_checkpoint, save_checkpoint
-    from cute_fp8.conversion import convert
-    from cute_fp8.decoder import decoder_block, decoder_mlp
-    from cute_fp8.decoder_module import DecoderBlock
-    from cute_fp8.decoder_weights import DecoderConfig, DecoderWeights, Projection
-    from cute_fp8.kv_cache import KVCache
+    from cute_fp8.decoder.block import decoder_block, decoder_mlp
+    from cute_fp8.decoder.kv_cache import KVCache
+    from cute_fp8.decoder.module import DecoderBlock
+    from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection
+    from cute_fp8.models.checkpoint import load_checkpoint, save_checkpoint
+    from cute_fp8.models.conversion import convert
     from cute_fp8.tuning import autotune
 
 __version__ = "0.1.0"
 
 #: Where what is imported late comes from.
 _LATE = {
-    "DecoderBlock": "cute_fp8.decoder_module",
-    "DecoderConfig": "cute_fp8.decoder_weights",
-    "DecoderWeights": "cute_fp8.decoder_weights",
-    "KVCache": "cute_fp8.kv_cache",
-    "Projection": "cute_fp8.decoder_weights",
+    "DecoderBlock": "cute_fp8.decoder.module",
+    "DecoderConfig": "cute_fp8.decoder.weights",
+    "DecoderWeights": "cute_fp8.decoder.weights",
+    "KVCache": "cute_fp8.decoder.kv_cache",
+    "Projection": "cute_fp8.decoder.weights",
     "autotune": "cute_fp8.tuning",
-    "convert": "cute_fp8.conversion",
-    "decoder_block": "cute_fp8.decoder",
-    "decoder_mlp": "cute_fp8.decoder",
-    "load_checkpoint": "cute_fp8.checkpoint",
-    "save_checkpoint": "cute_fp8.checkpoint",
+    "convert": "cute_fp8.models.conversion",
+    "decoder_block": "cute_fp8.decoder.block",
+    "decoder_mlp": "cute_fp8.decoder.block",
+    "load_checkpoint": "cute_fp8.models.checkpoint",
+    "save_checkpoint": "cute_fp8.models.checkpoint",
 }
 
 

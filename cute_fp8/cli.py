@@ -15,7 +15,7 @@ from cute_fp8.targets import TARGETS, Capability, check_target
 from cute_fp8.tuning import BEST, autotune
 
 if TYPE_CHECKING:
-    from cute_fp8.inspection import Inspection
+    from cute_fp8.evidence.inspection import Inspection
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,8 +174,8 @@ def _autotune(options: argparse.Namespace) -> int:
 
 def _compile(options: argparse.Namespace) -> int:
     from cute_fp8 import compiler
-    from cute_fp8.evidence import inspection_evidence
-    from cute_fp8.inspection import inspect_kernels
+    from cute_fp8.evidence.files import inspection_evidence
+    from cute_fp8.evidence.inspection import inspect_kernels
     from cute_fp8.tables import inspection_table, print_table, track
 
     for arch in options.arch:
@@ -190,8 +190,8 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from cute_fp8 import verify
-    from cute_fp8.evidence import verification_evidence
+    from cute_fp8.evidence import verify
+    from cute_fp8.evidence.files import verification_evidence
     from cute_fp8.tables import print_table, proof_table, track
 
     for arch in options.arch:
@@ -218,13 +218,13 @@ def report_failures(found: Iterable[Inspection]) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from cute_fp8.validate import run
+    from cute_fp8.evidence.validate import run
 
     return run(options.out, quick=options.quick, sanitize=options.sanitize, reports=options.reports)
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from cute_fp8.convert_folder import convert_folder
+    from cute_fp8.models.folder import convert_folder
 
     report = convert_folder(
         options.source,

@@ -24,7 +24,7 @@ from cute_fp8.api import gemm
 from cute_fp8.demo_model import Call, Encoder
 from cute_fp8.dispatch import Explanation, walk
 from cute_fp8.environment import environment
-from cute_fp8.inspection import Inspection, inspect_kernel
+from cute_fp8.evidence.inspection import Inspection, inspect_kernel
 from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
 from cute_fp8.problem import GemmProblem, Operands, check_gemm
 from cute_fp8.targets import capability_of_device, capability_of_target

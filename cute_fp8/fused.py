@@ -64,7 +64,7 @@ def refusal_on_hopper(problem: FusedProblem) -> str | None:
 
 
 def rope_problem(m: int, columns: int, config: RopeConfig, device: torch.device) -> FusedProblem:
-    """Of :mod:`cute_fp8.rope`."""
+    """Of :mod:`cute_fp8.decoder.rope`."""
     return FusedProblem("rope_append", m, columns, device, lambda sms, smem: config)
 
 
@@ -77,7 +77,7 @@ def mlp_problem(
     dtype: torch.dtype = torch.bfloat16,
     weight: torch.dtype = torch.bfloat16,
 ) -> FusedProblem:
-    """Of :mod:`cute_fp8.mlp`."""
+    """Of :mod:`cute_fp8.decoder.mlp`."""
 
     def configure(sms: int, smem: int) -> FusedConfig:
         names = {"dtype": _name(dtype), "weight": _name(weight)}

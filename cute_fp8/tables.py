@@ -12,8 +12,8 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from cute_fp8.demo import LayerResult, Similarities, Timing
-    from cute_fp8.inspection import Inspection
-    from cute_fp8.verify import Proof
+    from cute_fp8.evidence.inspection import Inspection
+    from cute_fp8.evidence.verify import Proof
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import torch
 
 import cute_fp8
 from cute_fp8.environment import commit
-from cute_fp8.modules import VARIANTS
+from cute_fp8.models.modules import VARIANTS
 from perf.models import LARGE
 
 LAYERS = 2

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cute_fp8
-from cute_fp8.decoder import attention
-from cute_fp8.decoder_case import DecoderCase, decoder_case
-from cute_fp8.decoder_weights import DecoderConfig
+from cute_fp8.decoder.block import attention
+from cute_fp8.decoder.case import DecoderCase, decoder_case
+from cute_fp8.decoder.kv_cache import KVCache
+from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.environment import commit, environment
-from cute_fp8.kv_cache import KVCache
 from cute_fp8.numerics import quantize_fp8
 from cute_fp8.sweep import Contender, time_contenders
 from perf import roofs

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import cute_fp8
 from cute_fp8 import compiler, demo
 from cute_fp8.environment import commit, environment
-from cute_fp8.modules import VARIANTS
+from cute_fp8.models.modules import VARIANTS
 from cute_fp8.targets import target_of
 from perf.results_io import Row, save
 

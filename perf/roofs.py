@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_fp8.validate import gpu_seconds
+from cute_fp8.evidence.validate import gpu_seconds
 
 #: Shapes whose best rate is the matmul peak: a large one throttles, a small one has fewer waves.
 SIZES = ((2048, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192))

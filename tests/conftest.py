@@ -19,7 +19,7 @@ os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
 import cute_fp8
 from cute_fp8 import cache, compiler
 from cute_fp8.environment import environment
-from cute_fp8.gpu_tests import MADE_WITH
+from cute_fp8.evidence.gpu_tests import MADE_WITH
 
 #: How a test of the sm_120 kernel reaches it: natively, or its body on a Hopper GPU.
 BACKENDS = (

@@ -19,8 +19,8 @@ import torch
 import cute_fp8
 from cute_fp8 import compiler, cute_backend
 from cute_fp8.choice import Choice
-from cute_fp8.decoder_case import decoder_case, mlp_errors
-from cute_fp8.decoder_weights import DecoderConfig
+from cute_fp8.decoder.case import decoder_case, mlp_errors
+from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.config_sm90 import HopperTile

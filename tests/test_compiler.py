@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import cute_fp8
-from cute_fp8 import cache, compiler, sass, targets
-from cute_fp8.inspection import Inspection, gate_failures, inspect_kernel
+from cute_fp8 import cache, compiler, targets
+from cute_fp8.evidence import sass
+from cute_fp8.evidence.inspection import Inspection, gate_failures, inspect_kernel
+from cute_fp8.evidence.sass import Code
 from cute_fp8.kernels.config import (
     ACTIVATIONS,
     MX_OUT,
@@ -28,7 +30,6 @@ from cute_fp8.kernels.config import (
     TileConfig,
 )
 from cute_fp8.kernels.tiles import TILES, TILE_64x64, TILE_128x128
-from cute_fp8.sass import Code
 from cute_fp8.targets import TARGETS, capability_of_target, check_target, target_of
 
 SMALL = GemmConfig(TILE_64x64, EpilogueConfig())

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_fp8 import choice, compiler, gpus, sass
+from cute_fp8 import choice, compiler, gpus
 from cute_fp8.dispatch import explain
+from cute_fp8.evidence import sass
 from cute_fp8.kernels.config import EpilogueConfig
 from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90, HopperConfig, HopperTile
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90

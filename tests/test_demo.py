@@ -17,7 +17,7 @@ from cute_fp8 import demo, demo_model, tables
 from cute_fp8.accuracy import MAX_NORM_DEVIATION, MAX_REL_L2, MIN_COSINE
 from cute_fp8.cli import main
 from cute_fp8.demo_model import PACKAGE, PAIRS, Call, Encoder
-from cute_fp8.modules import Linear
+from cute_fp8.models.modules import Linear
 
 needs_model = pytest.mark.skipif(
     not (importlib.util.find_spec(PACKAGE) and importlib.util.find_spec("transformers")),

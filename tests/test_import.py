@@ -182,8 +182,8 @@ def test_a_missing_package_is_named(
 def test_a_failed_gate_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cute_fp8 import inspection
-    from cute_fp8.sass import Code
+    from cute_fp8.evidence import inspection
+    from cute_fp8.evidence.sass import Code
 
     code = Code(("QMMA.16832.F32.E4M3.E4M3",), 64, 0, 0, 0, 2, 16, 48)
     found = inspection.Inspection("kernel", "sm_120a", 8, 1024, 0.1, code, ("too slow",))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("jsonschema")
-from cute_fp8.decoder_case import decoder_case
+from cute_fp8.decoder.case import decoder_case
 from perf import decoder
 from perf.results_io import load
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import cute_fp8
-from cute_fp8.modules import VARIANTS
-from cute_fp8.tensor_parallel import RowwiseParallel
+from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.tensor_parallel import RowwiseParallel
 
 
 def main(backend: str) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import fused, mlp, workspace
-from cute_fp8.decoder_case import DecoderCase, decoder_case, mlp_errors
-from cute_fp8.decoder_weights import DecoderConfig
+from cute_fp8 import fused, workspace
+from cute_fp8.decoder import mlp
+from cute_fp8.decoder.case import DecoderCase, decoder_case, mlp_errors
+from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.testing import TIER_KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import rope
-from cute_fp8.rope import Heads, RopeInputs, rope_append
+from cute_fp8.decoder import rope
+from cute_fp8.decoder.rope import Heads, RopeInputs, rope_append
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,272 @@
+"""Rotary embedding of a fused q|k|v projection, and the append to a KV cache: one launch.
+
+Between a decoder block's first GEMM and its attention: queries and keys get their norm, if they
+have one, and are rotated; keys and values go to the cache's next slots. Elsewhere than on GPUs that
+row kernels serve it is plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_fp8 import compiler, settings
+from cute_fp8.api import _is_plain as is_plain
+from cute_fp8.dispatch import select
+from cute_fp8.fused import rope_problem
+from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
+from cute_fp8.problem import ALIGNMENT, _has_storage
+
+
+class Heads(NamedTuple):
+    """How the columns of a fused projection divide: queries, keys, values, ``dim`` each."""
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def columns(self) -> int:
+        """Of q|k|v."""
+        return (self.queries + 2 * self.keys) * self.dim
+
+
+class RopeInputs(NamedTuple):
+    """What the kernel reads: q|k|v ``[B, S, columns]``, cos and sin ``[B or 1, S, dim]``, norms."""
+
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+def rope_append(
+    inputs: RopeInputs, heads: Heads, eps: float, slots: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys; put keys and values where attention reads them.
+
+    Arguments are checked by the caller (:mod:`cute_fp8.decoder.block`).
+
+    Args:
+        eps: of the norms.
+        slots: views ``[B, keys, S, dim]`` of a cache, which are written.
+
+    Returns:
+        q ``[B, S, queries, dim]``, k and v ``[B, keys, S, dim]``: the slots, or without any new
+        keys, and the values where they are.
+    """
+    plain = is_plain((*inputs, *(slots or ())))
+    if slots is None:
+        rope = _rope if plain else torch.ops.cute_fp8.rope
+        q, k = rope(*inputs, eps, *heads)
+        return q, k, split(inputs.qkv, heads)[2].transpose(1, 2)
+    append = _rope_append if plain else torch.ops.cute_fp8.rope_append
+    return append(*inputs, eps, *heads, *slots), *slots
+
+
+def split(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[B, S, heads, dim]``, as views."""
+    counts = (heads.queries, heads.keys, heads.keys)
+    parts = torch.split(qkv, [n * heads.dim for n in counts], dim=-1)
+    q, k, v = (
+        part.view(*qkv.shape[:2], count, heads.dim)
+        for part, count in zip(parts, counts, strict=True)
+    )
+    return q, k, v
+
+
+_ARGUMENTS = (
+    "Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "int queries, int keys, int dim"
+)
+
+
+def _rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    queries: int,
+    keys: int,
+    dim: int,
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries and keys."""
+    k = qkv.new_empty((qkv.shape[0], keys, qkv.shape[1], dim))
+    heads = Heads(queries, keys, dim)
+    return _run(RopeInputs(qkv, cos, sin, q_norm, k_norm), heads, eps, k, None), k
+
+
+@torch.library.custom_op(
+    "cute_fp8::rope", _rope, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+).register_fake
+def _(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    queries: int,
+    keys: int,
+    dim: int,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens = qkv.shape[:2]
+    return qkv.new_empty((batch, tokens, queries, dim)), qkv.new_empty((batch, keys, tokens, dim))
+
+
+def _rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    queries: int,
+    keys: int,
+    dim: int,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Rotated queries; k and v are written."""
+    heads = Heads(queries, keys, dim)
+    return _run(RopeInputs(qkv, cos, sin, q_norm, k_norm), heads, eps, k, v)
+
+
+@torch.library.custom_op(
+    "cute_fp8::rope_append",
+    _rope_append,
+    mutates_args=("k", "v"),
+    schema=f"({_ARGUMENTS}, Tensor(a!) k, Tensor(b!) v) -> Tensor",
+).register_fake
+def _(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    queries: int,
+    keys: int,
+    dim: int,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], queries, dim))
+
+
+def _run(inputs: RopeInputs, heads: Heads, eps: float, k: Tensor, v: Tensor | None) -> Tensor:
+    qkv = inputs.qkv
+    q = qkv.new_empty((*qkv.shape[:2], heads.queries, heads.dim))
+    if q.numel() == 0:
+        return q
+    kernel = _kernel(inputs, heads, v is not None)
+    if kernel is None:
+        rotated = reference(inputs, heads, eps)
+        for place, values in zip((q, k, v), rotated, strict=True):
+            if place is not None:
+                place.copy_(values)
+        return q
+    batch, tokens = qkv.shape[:2]
+    cos, sin = (t.expand(batch, -1, -1) for t in (inputs.cos, inputs.sin))
+    rows = batch * tokens
+    with torch.cuda.device(qkv.device):
+        kernel(qkv.view(rows, -1), cos, sin, *inputs[3:], q.view(rows, -1), k, v, eps)
+    return q
+
+
+#: By what decides them; None where torch serves a call.
+_kernels: dict[Hashable, compiler.Kernel | None] = {}
+
+
+def _kernel(inputs: RopeInputs, heads: Heads, values: bool) -> compiler.Kernel | None:
+    qkv, norm = inputs.qkv, inputs.q_norm is not None
+    key = (qkv.device, qkv.dtype, heads.dim, norm, values, settings.current())
+    if key not in _kernels:
+        dtype = str(qkv.dtype).removeprefix("torch.")
+        config = RopeConfig(dtype, heads.dim, norm, values)
+        rows = qkv.shape[0] * qkv.shape[1]
+        problem = rope_problem(rows, qkv.shape[2], config, qkv.device)
+        route, found = select(problem, settings.current()), None
+        if route.fused is not None and route.target is not None:
+            found = compiler.get(route.fused, route.target, qkv.device)
+        _kernels[key] = found
+    return _kernels[key]
+
+
+def reference(inputs: RopeInputs, heads: Heads, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q ``[B, S, queries, dim]``, rotated k and v ``[B, keys, S, dim]``, in plain torch."""
+    q, k, v = split(inputs.qkv, heads)
+    if inputs.q_norm is not None and inputs.k_norm is not None:
+        q, k = _normalised(q, inputs.q_norm, eps), _normalised(k, inputs.k_norm, eps)
+    cos, sin = inputs.cos.unsqueeze(2), inputs.sin.unsqueeze(2)
+    q, k = (t * cos + _rotated_half(t) * sin for t in (q, k))
+    return q, k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
+    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return weight * values.to(x.dtype)
+
+
+def _rotated_half(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((-high, low), dim=-1)
+
+
+def check_heads(heads: Heads) -> None:
+    """Raise ``ValueError`` for a head size that the kernel has no lanes for."""
+    if heads.dim % HEAD_MULTIPLE or not 0 < heads.dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim: got {heads.dim}, must be a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"
+        )
+    if heads.keys <= 0 or heads.queries % heads.keys:
+        raise ValueError(
+            f"heads: got {heads.queries} of queries and {heads.keys} of keys, "
+            "must be a multiple of them"
+        )
+
+
+def check_rotation(
+    embeddings: Any, batch: int, tokens: int, dim: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin as ``[B or 1, S, dim]``.
+
+    Raises:
+        TypeError: no pair of tensors, or another dtype than x's.
+        ValueError: a wrong shape, stride, alignment or device.
+    """
+    if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
+        got = type(embeddings).__name__
+        raise TypeError(f"position_embeddings: got {got}, must be the pair (cos, sin)")
+    found = []
+    for name, tensor in zip(("cos", "sin"), embeddings, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{name}: got {tensor.dtype}, must be {like.dtype} as x is")
+        if tensor.device != like.device:
+            raise ValueError(f"{name}: got device {tensor.device}, must be {like.device} as x is")
+        shape: tuple[int, ...] = tuple(tensor.shape)
+        if shape not in ((tokens, dim), (1, tokens, dim), (batch, tokens, dim)):
+            wanted = f"({batch}, {tokens}, {dim}), (1, {tokens}, {dim}) or ({tokens}, {dim})"
+            raise ValueError(f"{name}: got shape {shape}, must be {wanted}")
+        if tensor.stride(-1) != 1 or not aligned(tensor):
+            strides = tuple(tensor.stride())
+            raise ValueError(f"{name}: got strides {strides}, must be 16-byte aligned rows")
+        found.append(tensor.view(1, tokens, dim) if tensor.dim() == 2 else tensor)
+    return found[0], found[1]
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row of a tensor begins at a multiple of 16 bytes, its last stride being 1."""
+    per_access = ALIGNMENT // tensor.element_size()
+    strides = (stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    rows = [stride % per_access for stride in list(strides)[:-1]]
+    return not any(rows) and not (_has_storage(tensor) and tensor.data_ptr() % ALIGNMENT)

@@ -1,0 +1,1 @@
+"""What is known of the kernels: inspections, proofs, validations, and ARCHS.md made of them."""

@@ -1,0 +1,1 @@
+"""Whole models: the ``Linear`` module, conversion, checkpoints, tensor parallelism."""

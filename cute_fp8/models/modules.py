@@ -1,0 +1,343 @@
+"""``nn.Linear`` in FP8: codes and scales as parameters, activations quantised at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from cute_fp8.api import gemm
+from cute_fp8.capture import is_capturing
+from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
+from cute_fp8.numerics import MX_BLOCK, quantize_fp8
+from cute_fp8.problem import ALIGNMENT, E4M3, E8M0
+from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8
+from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
+
+VARIANTS = ("per_token", "mxfp8")
+#: The name of the scales beside ``weight``; checkpoints have it too.
+SCALE = "weight_scale"
+
+
+def check_variant(variant: str) -> None:
+    """Raise ``ValueError`` unless it is one of :data:`VARIANTS`."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant: got {variant!r}, must be one of {', '.join(VARIANTS)}")
+
+
+def size_refusal(n: int, k: int, variant: str) -> str | None:
+    """Why a layer of N output and K input channels cannot be one of these; None if it can."""
+    k_multiple = MX_BLOCK if variant == "mxfp8" else K_MULTIPLE
+    for name, size, multiple in (("N", n, N_MULTIPLE), ("K", k, k_multiple)):
+        if size == 0 or size % multiple:
+            return f"{name} = {size} is no multiple of {multiple}"
+    return None
+
+
+def out_dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype of a layer's output: autocast's where it is on, x's otherwise."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def quantize_input(x: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """A layer's input as codes and scales, in the form that costs a GEMM no further launch."""
+    if variant == "mxfp8":
+        return quantize_mxfp8(x, blocked=True)
+    return quantize_fp8_activations(x)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` with an FP8 weight, quantised once, and activations quantised at every call.
+
+    Parameters, none of which ever requires grad:
+
+    * ``weight``: codes ``[N, K]`` float8_e4m3fn;
+    * ``weight_scale``: fp32 ``[N, 1]`` (``variant="per_token"``), or float8_e8m0fnu ``[N, K/32]``
+      (``"mxfp8"``), row-major, so that every dimension can be sliced;
+    * ``bias``: ``[N]`` or None.
+
+    Casts of the module (``.half()``, ``.to(torch.bfloat16)``) leave codes and scales alone. The
+    output has the input's dtype, or autocast's where that is on; the input is quantised as it is,
+    not rounded to autocast's dtype before. Inference only.
+
+    Attributes:
+        variant: ``per_token`` or ``mxfp8``.
+        fast_accum: as in :func:`cute_fp8.gemm`.
+    """
+
+    weight: Parameter
+    weight_scale: Parameter
+    #: Bytes of MXFP8 scales in 128x4 blocks, as GEMMs read them; follow ``weight_scale``.
+    scale_blocks: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        variant: str = "per_token",
+    ):
+        """A layer of zeros, to load a checkpoint into; ``from_linear`` makes one with values.
+
+        Args:
+            in_features: K, a multiple of 16 (``mxfp8``: 32).
+            out_features: N, a multiple of 8.
+            bias: whether there is one.
+            device: of the parameters.
+            dtype: of the bias.
+            variant: ``per_token`` or ``mxfp8``.
+
+        Raises:
+            ValueError: another variant, or a size that is no such multiple.
+        """
+        check_variant(variant)
+        if (refusal := size_refusal(out_features, in_features, variant)) is not None:
+            raise ValueError(f"Linear: {refusal}")
+        shape = (out_features, in_features)
+        codes = torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
+        if variant == "mxfp8":
+            columns = in_features // MX_BLOCK
+            scale = torch.zeros((out_features, columns), dtype=torch.uint8, device=device)
+            scale = scale.view(E8M0)
+        else:
+            scale = torch.ones((out_features, 1), dtype=torch.float32, device=device)
+        zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self._fill(codes, scale, zeros)
+
+    def _fill(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """Begin as a module that has these. No other weight is ever allocated."""
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = codes.shape
+        self.fast_accum = False
+        self.weight = Parameter(codes, requires_grad=False)
+        self.weight_scale = Parameter(scale, requires_grad=False)
+        kept = None if bias is None else Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", kept)
+        self.register_buffer("scale_blocks", None, persistent=False)
+        self.scales_changed()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, variant: str = "per_token") -> Linear:
+        """Quantise the weight of ``linear``, whose bias is shared and which is left as it is.
+
+        Reads values, and so refuses to run while a CUDA graph is captured.
+
+        Raises:
+            TypeError: no ``nn.Linear``, or one that is quantised already, or no float weight.
+            ValueError: another variant, N no multiple of 8, K no multiple of 16 (``mxfp8``: 32), or
+                a NaN or Inf in the weight.
+            RuntimeError: called while a CUDA graph is being captured.
+        """
+        check_variant(variant)
+        if not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
+            raise TypeError(f"linear: got {type(linear).__name__}, must be an nn.Linear")
+        refusal = size_refusal(linear.out_features, linear.in_features, variant)
+        if refusal is not None:
+            raise ValueError(f"linear: {refusal}")
+        layer = cls.from_quantized(*quantize_weight(linear.weight, variant), linear.bias)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_quantized(cls, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take codes and scales as they are; the scales choose the variant.
+
+        Args:
+            codes: ``[N, K]`` float8_e4m3fn.
+            scale: fp32 ``(N,)``, ``(N, 1)``, ``(1, N)`` or one element; or float8_e8m0fnu
+                ``[N, K/32]``, or those in 128x4 blocks.
+            bias: ``[N]`` bf16, fp16 or fp32.
+
+        Raises:
+            TypeError, ValueError: a dtype or shape that does not belong here.
+        """
+        if not isinstance(codes, Tensor) or codes.dtype is not E4M3:
+            got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+            raise TypeError(f"codes: got {got}, must be torch.float8_e4m3fn")
+        if codes.dim() != 2:
+            raise ValueError(f"codes: got shape {tuple(codes.shape)}, must be 2-D [N, K]")
+        n, k = codes.shape
+        scale = module_scale(scale, n, k)
+        variant = "mxfp8" if scale.dtype is E8M0 else "per_token"
+        if (refusal := size_refusal(n, k, variant)) is not None:
+            raise ValueError(f"codes: {refusal}")
+        if bias is not None and bias.shape != (n,):
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, must be ({n},)")
+        for name, tensor in (("scale", scale), ("bias", bias)):
+            if tensor is not None and tensor.device != codes.device:
+                raise ValueError(
+                    f"{name}: got device {tensor.device}, must be {codes.device} as codes is"
+                )
+        layer = cls.__new__(cls)
+        layer._fill(aligned(codes.detach().contiguous()), scale.detach(), bias)
+        return layer
+
+    @property
+    def variant(self) -> str:
+        """``per_token`` or ``mxfp8``."""
+        return "mxfp8" if self.weight_scale.dtype is E8M0 else "per_token"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of codes and scales, in every form that is kept."""
+        tensors = (self.weight, self.weight_scale, self.scale_blocks)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` bf16, fp16 or fp32 to ``[..., N]``."""
+        if type(self.weight).__name__ == "DTensor":
+            from cute_fp8.models import tensor_parallel
+
+            return tensor_parallel.forward(self, x)
+        return self.forward_quantized(*quantize_input(x, self.variant), out_dtype_of(x))
+
+    def forward_quantized(self, xq: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """The same on codes and scales, as a producer of this layer's variant gives them."""
+        blocks = self.scale_blocks
+        sw = self.weight_scale if blocks is None else blocks.view(E8M0)
+        y = gemm(
+            xq, sx, self.weight, sw, self.bias, out_dtype=out_dtype, fast_accum=self.fast_accum
+        )
+        assert isinstance(y, Tensor)
+        return y
+
+    def scales_changed(self) -> None:
+        """To be called by whoever wrote to ``weight_scale``: lay its blocks out anew.
+
+        Loading a state dict does it.
+        """
+        blocks = None
+        if self.weight_scale.dtype is E8M0:
+            with torch.no_grad():
+                blocks = to_blocked(self.weight_scale.detach()).view(torch.uint8)
+        self.scale_blocks = blocks
+
+    def reset_parameters(self) -> None:
+        """Nothing: there is no distribution to draw codes and scales from."""
+
+    def extra_repr(self) -> str:
+        """Sizes, and the variant."""
+        return f"{super().extra_repr()}, variant={self.variant}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        """Moves go through; casts meet codes and scales as integers, which they leave alone."""
+
+        def apply(tensor: Tensor) -> Tensor:
+            if not any(tensor is t for t in (self.weight, self.weight_scale, self.scale_blocks)):
+                return fn(tensor)
+            integer = torch.int32 if tensor.dtype is torch.float32 else torch.uint8
+            moved = fn(tensor.detach().view(integer))
+            return moved.view(tensor.dtype) if moved.dtype is integer else tensor.detach()
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: torch's pickles cannot read float8 storages back."""
+        state = self.__dict__.copy()
+        parameters = dict(self._parameters)
+        for name, tensor in parameters.items():
+            if type(tensor) is Parameter and tensor.dtype in (E4M3, E8M0):
+                parameters[name] = Parameter(tensor.detach().view(torch.uint8), False)
+        return state | {"_parameters": parameters, "_buffers": {"scale_blocks": None}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The float8 dtypes again, and the blocks of scales."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, dtype in (("weight", E4M3), (SCALE, E8M0)):
+            tensor = self._parameters[name]
+            if tensor is not None and tensor.dtype is torch.uint8:
+                self._parameters[name] = Parameter(tensor.detach().view(dtype), False)
+        self.scales_changed()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **options: Any
+    ) -> None:
+        """Refuses what a copy would round to codes, and takes scales in their usual shapes."""
+        *_, error_msgs = arguments
+        weight, scale = (state_dict.get(prefix + name) for name in ("weight", SCALE))
+        if weight is not None and weight.dtype is not E4M3:
+            error_msgs.append(
+                f"{prefix}weight: got {weight.dtype}, must be torch.float8_e4m3fn "
+                "(Linear.from_linear or convert quantise)"
+            )
+            return
+        if scale is not None:
+            try:
+                scale = module_scale(scale, self.out_features, self.in_features)
+                if scale.dtype is not self.weight_scale.dtype:
+                    raise TypeError(
+                        f"scale: got {scale.dtype}, must be {self.weight_scale.dtype} "
+                        f"({self.variant})"
+                    )
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix}weight_{error}")
+                return
+            state_dict[prefix + SCALE] = scale
+        if weight is not None:
+            state_dict[prefix + "weight"] = aligned(weight)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+        self.scales_changed()
+
+
+def aligned(codes: Tensor) -> Tensor:
+    """Codes at an address that a GEMM takes: as they are, or, from within a file, a copy."""
+    if codes.device.type == "meta" or type(codes) not in (Tensor, Parameter):
+        return codes
+    return codes.clone() if codes.data_ptr() % ALIGNMENT else codes
+
+
+def quantize_weight(weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """Codes ``[N, K]``, and scales as :class:`Linear` has them. Reads values.
+
+    Raises:
+        TypeError: no bf16, fp16 or fp32 weight.
+        ValueError: K no multiple, or a NaN or Inf in the weight.
+        RuntimeError: called while a CUDA graph is being captured.
+    """
+    weight = weight.detach()
+    if variant == "per_token":
+        codes, scale = quantize_fp8(weight)
+        return codes, scale.view(-1, 1)
+    if is_capturing():
+        raise RuntimeError(
+            "from_linear: called during CUDA graph capture, must be called before it (reads values)"
+        )
+    codes, scale = quantize_mxfp8(weight)
+    bad = (scale.view(torch.uint8) == 0xFF).any(dim=1)
+    if bool(bad.any()):
+        channel = int(bad.nonzero()[0])
+        raise ValueError(f"w: got a NaN or Inf in output channel {channel}, must be finite")
+    return codes, scale
+
+
+def module_scale(scale: Tensor, n: int, k: int) -> Tensor:
+    """Scales of ``[N, K]`` codes in the form that :class:`Linear` keeps, of their usual forms.
+
+    Raises:
+        TypeError: no fp32 or e8m0 scales.
+        ValueError: a shape that does not belong to N and K.
+    """
+    got = f"scale: got shape {tuple(scale.shape)}"
+    if scale.dtype is torch.float32:
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(n, 1).contiguous()
+        if scale.shape not in ((n,), (n, 1), (1, n)):
+            raise ValueError(f"{got}, must be ({n},), ({n}, 1), (1, {n}) or one element")
+        return scale.reshape(n, 1)
+    if scale.dtype is E8M0:
+        columns = k // MX_BLOCK
+        if scale.dim() == 1 and scale.numel() == blocked_numel(n, columns):
+            return from_blocked(scale, n, columns)
+        if scale.shape != (n, columns):
+            raise ValueError(f"{got}, must be ({n}, {columns}) or blocked")
+        return scale.contiguous()
+    raise TypeError(f"scale: got {scale.dtype}, must be torch.float32 or torch.float8_e8m0fnu")

@@ -208,9 +208,14 @@ def _check(
     elif cache is not None and not callable(getattr(cache, "update", None)):
         got = type(cache).__name__
         raise TypeError(f"cache: got {got}, must be a KVCache, or have an update method")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.device != x.device):
-        got = f"device {mask.device}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"attention_mask: got {got}, must be a tensor on {x.device}")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            got = type(mask).__name__  # type: ignore[unreachable]
+            raise TypeError(f"attention_mask: got {got}, must be a torch.Tensor")
+        if mask.device != x.device:
+            raise ValueError(
+                f"attention_mask: got device {mask.device}, must be {x.device} as x is"
+            )
     return rotation
 
 

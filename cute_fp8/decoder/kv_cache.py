@@ -31,7 +31,17 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
     ) -> KVCache:
-        """A cache for ``capacity`` tokens of each of ``batch`` sequences."""
+        """A cache for ``capacity`` tokens of each of ``batch`` sequences.
+
+        Args:
+            heads: ``block.config.columns``; :meth:`DecoderBlock.make_cache` knows them.
+
+        Raises:
+            TypeError: heads are none.
+        """
+        if not isinstance(heads, Heads):
+            got = type(heads).__name__  # type: ignore[unreachable]
+            raise TypeError(f"heads: got {got}, must be Heads, as in block.config.columns")
         shape = (batch, heads.keys, capacity, heads.dim)
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(k, v)

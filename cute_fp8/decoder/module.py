@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_fp8.decoder.block import decoder_block
+from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection, gated, project
 
 #: Classes of transformers that are known to compute what a decoder block does.
@@ -64,6 +65,14 @@ class DecoderBlock(nn.Module):
         if self._weights is None:
             self._weights = DecoderWeights.of(self.config, dict(self.named_buffers()))
         return self._weights
+
+    def make_cache(self, batch: int, capacity: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+        """An empty cache on the block's device, of ``batch`` sequences of ``capacity`` tokens.
+
+        Args:
+            dtype: that of the activations.
+        """
+        return KVCache.empty(batch, self.config.columns, capacity, dtype, self.weights.device)
 
     def forward(
         self,

@@ -20,8 +20,8 @@ from cute_fp8.numerics import dequantize_fp8, dequantize_mxfp8
 from cute_fp8.progress import watched
 
 #: A glob, a compiled regular expression (searched for), a function of name and module, or several.
-Choice = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
-Choices = Choice | Iterable[Choice] | None
+LayerFilter = str | re.Pattern[str] | Callable[[str, nn.Module], bool]
+LayerFilters = LayerFilter | Iterable[LayerFilter] | None
 #: Rows of each layer's input that it is judged on; of more, every so-manieth is taken.
 SAMPLE_ROWS = 1024
 #: Names of output heads, which stay unless they are included.
@@ -33,8 +33,8 @@ _READERS = ("T5DenseActDense", "T5DenseGatedActDense")
 def convert(
     model: nn.Module,
     *,
-    include: Choices = None,
-    exclude: Choices = None,
+    include: LayerFilters = None,
+    exclude: LayerFilters = None,
     variant: str = "per_token",
     min_rows: int | None = None,
     sample_inputs: Any = None,
@@ -103,7 +103,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def chooser(argument: str, choices: Choices) -> Callable[[str, nn.Module], bool]:
+def chooser(argument: str, choices: LayerFilters) -> Callable[[str, nn.Module], bool]:
     """Whether a name and a module match any of the choices; ``argument`` is what an error names.
 
     Raises:

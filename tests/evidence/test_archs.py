@@ -322,6 +322,21 @@ def test_render() -> None:
         assert len({line.count("|") for line in table}) == 1
 
 
+def test_timings_are_listed_and_fill_no_cell(tmp_path: Path) -> None:
+    rows = [
+        {"route": "cute:gemm_x", "us": 1.0},
+        {"route": "cute:gemm_x", "failed": "wrong"},
+        {"impl": "torch", "us": 2.0},
+    ]
+    data = {"meta": {"gpu": "NVIDIA H200", "kernels": f"{HERE} gemm_y=0"}, "rows": rows}
+    (tmp_path / "sweep.json").write_text(json.dumps(data))
+    (tmp_path / "peers.json").write_text(json.dumps({**data, "rows": rows[1:]}))
+    (found,) = load(tmp_path)
+    assert found.timed() == {"gemm_x": 1}
+    assert "| these | 1 timings of gemm_x |" in render([found], MADE_UP)
+    assert look((12, 0), found) == NO_EVIDENCE
+
+
 def test_evidence_of_other_kernel_sources_says_so() -> None:
     meta = {key: value for key, value in GOOD["meta"].items() if key != "kernels"}
     for changes, word, suffix in (

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_fp8.models.modules import SCALE, module_scale, quantize_weight, size_refusal
+from cute_fp8.models.modules import SCALE, check_size, module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK, dequantize_fp8, dequantize_mxfp8
 from cute_fp8.problem import E4M3, E8M0
 
@@ -144,8 +144,7 @@ def take(
     codes, scale = get(f"{name}.weight"), get(found.scale)
     n, k = codes.shape
     variant = variant or found.variant or "per_token"
-    if (refusal := size_refusal(n, k, variant)) is not None:
-        raise ValueError(f"{name}.weight: {refusal}")
+    check_size(f"{name}.weight", n, k, variant)
     if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
         raise ValueError(f"{name}.weight: got a NaN among its codes, must be finite")
     scale = scale.view(E8M0) if scale.dtype is torch.uint8 else scale

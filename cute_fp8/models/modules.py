@@ -30,10 +30,24 @@ def check_variant(variant: str) -> None:
 
 def size_refusal(n: int, k: int, variant: str) -> str | None:
     """Why a layer of N output and K input channels cannot be one of these; None if it can."""
+    odd = _odd_size(n, k, variant)
+    return None if odd is None else "{} = {} is no multiple of {}".format(*odd)
+
+
+def check_size(argument: str, n: int, k: int, variant: str) -> None:
+    """Raise ``ValueError``, naming the argument, if such a layer cannot be one of these."""
+    if (odd := _odd_size(n, k, variant)) is not None:
+        size, got, multiple = odd
+        raise ValueError(
+            f"{argument}: got {size} = {got}, must be a positive multiple of {multiple}"
+        )
+
+
+def _odd_size(n: int, k: int, variant: str) -> tuple[str, int, int] | None:
     k_multiple = MX_BLOCK if variant == "mxfp8" else K_MULTIPLE
     for name, size, multiple in (("N", n, N_MULTIPLE), ("K", k, k_multiple)):
         if size == 0 or size % multiple:
-            return f"{name} = {size} is no multiple of {multiple}"
+            return name, size, multiple
     return None
 
 
@@ -100,8 +114,7 @@ class Linear(nn.Linear):
             ValueError: another variant, or a size that is no such multiple.
         """
         check_variant(variant)
-        if (refusal := size_refusal(out_features, in_features, variant)) is not None:
-            raise ValueError(f"Linear: {refusal}")
+        check_size("in_features, out_features", out_features, in_features, variant)
         shape = (out_features, in_features)
         codes = torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
         if variant == "mxfp8":
@@ -140,9 +153,7 @@ class Linear(nn.Linear):
         check_variant(variant)
         if not isinstance(linear, nn.Linear) or isinstance(linear, Linear):
             raise TypeError(f"linear: got {type(linear).__name__}, must be an nn.Linear")
-        refusal = size_refusal(linear.out_features, linear.in_features, variant)
-        if refusal is not None:
-            raise ValueError(f"linear: {refusal}")
+        check_size("linear", linear.out_features, linear.in_features, variant)
         layer = cls.from_quantized(*quantize_weight(linear.weight, variant), linear.bias)
         return layer.train(linear.training)
 
@@ -167,8 +178,7 @@ class Linear(nn.Linear):
         n, k = codes.shape
         scale = module_scale(scale, n, k)
         variant = "mxfp8" if scale.dtype is E8M0 else "per_token"
-        if (refusal := size_refusal(n, k, variant)) is not None:
-            raise ValueError(f"codes: {refusal}")
+        check_size("codes", n, k, variant)
         if bias is not None and bias.shape != (n,):
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, must be ({n},)")
         for name, tensor in (("scale", scale), ("bias", bias)):

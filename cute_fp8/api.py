@@ -131,7 +131,7 @@ def gemm_gated(
         TypeError, ValueError, RuntimeError: as :func:`gemm`.
     """
     operands = Operands(xq, sx, wq, sw, bias, None, out)
-    if _is_plain(operands) and type(fast_accum) is bool:
+    if is_plain(operands) and type(fast_accum) is bool:
         try:
             launch = launchers[short_key(operands, activation, out_dtype, fast_accum, gated=True)]
             check_grad(operands)
@@ -141,7 +141,7 @@ def gemm_gated(
     return _call_op(operands, activation, out_dtype, fast_accum, gated=True)
 
 
-def _is_plain(operands: Iterable[Tensor | None]) -> bool:
+def is_plain(operands: Iterable[Tensor | None]) -> bool:
     """Whether nothing but the call itself would come of it: no subclass, no tracing, no mode."""
     return all(type(t) in _PLAIN_OR_NONE for t in operands) and not (
         _is_compiling() or _dispatch_modes() or _function_modes() or _transforms()

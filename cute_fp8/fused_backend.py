@@ -1,4 +1,4 @@
-"""Launching, once each, the kernels that are no GEMM and no producer."""
+"""Finding the kernels that are no GEMM and no producer, and launching each once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cute_fp8 import compiler, settings
+from cute_fp8.dispatch import select
+from cute_fp8.fused import FusedProblem
 from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, WORKSPACE_WORDS, MlpConfig
+
+
+def kernel_of(problem: FusedProblem) -> compiler.Kernel | None:
+    """The compiled kernel that serves a problem; None where something else does."""
+    route = select(problem, settings.current())
+    if route.fused is None or route.target is None:
+        return None
+    return compiler.get(route.fused, route.target, problem.device)
 
 
 def launch_once(kernel: Callable[..., None], config: FusedConfig, device: torch.device) -> None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import compiler, cute_backend, settings
-from cute_fp8.api import _is_plain as is_plain
-from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.api import gemm, gemm_gated, is_plain
 from cute_fp8.decoder.weights import DecoderWeights, Projection
-from cute_fp8.dispatch import select
 from cute_fp8.fused import MOST_TOKENS, mlp_problem
+from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.mlp_config import WORKSPACE_WORDS
 from cute_fp8.ops import as_bytes
 from cute_fp8.problem import E4M3
@@ -93,10 +92,7 @@ def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
     key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
     if key not in _kernels:
         problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)
-        route, found = select(problem, settings.current()), None
-        if route.fused is not None and route.target is not None:
-            found = compiler.get(route.fused, route.target, device)
-        _kernels[key] = found
+        _kernels[key] = kernel_of(problem)
     return _kernels[key]
 
 

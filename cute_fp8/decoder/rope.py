@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import compiler, settings
-from cute_fp8.api import _is_plain as is_plain
-from cute_fp8.dispatch import select
+from cute_fp8.api import is_plain
 from cute_fp8.fused import rope_problem
+from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
 from cute_fp8.problem import ALIGNMENT, _has_storage
 
@@ -192,10 +192,7 @@ def _kernel(inputs: RopeInputs, heads: Heads, values: bool) -> compiler.Kernel |
         config = RopeConfig(dtype, heads.dim, norm, values)
         rows = qkv.shape[0] * qkv.shape[1]
         problem = rope_problem(rows, qkv.shape[2], config, qkv.device)
-        route, found = select(problem, settings.current()), None
-        if route.fused is not None and route.target is not None:
-            found = compiler.get(route.fused, route.target, qkv.device)
-        _kernels[key] = found
+        _kernels[key] = kernel_of(problem)
     return _kernels[key]
 
 

@@ -4,7 +4,9 @@
 
 For each shape the model's best few and the plain tile (cooperative, not swapped, not split), on the
 same rotated weights, in turns. The ratio between configurations counts: through the stand-in the
-absolute times say nothing about the chip that the kernel is for.
+absolute times say nothing about the chip that the kernel is for. With ``--pdl`` each is also timed
+launched while the call before it ends (programmatic dependent launch), for which the model has no
+figure of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -34,15 +37,19 @@ def candidates(problem: Problem, best: int) -> list[Ranked]:
     return [*ranking[:best], *others]
 
 
-def measure(problem: Problem, best: int, timer: Timer) -> Iterator[Row]:
-    """A row per configuration, in the model's order."""
-    found = candidates(problem, best)
-    contenders = tuning.contenders(problem, [ranked.pick.choice for ranked in found])
+def measure(problem: Problem, best: int, timer: Timer, pdl: bool = False) -> Iterator[Row]:
+    """A row per configuration, in the model's order; ``pdl``: two, the second launched early."""
+    found = [
+        (ranked, replace(ranked.pick.choice, pdl=early))
+        for ranked in candidates(problem, best)
+        for early in sorted({ranked.pick.choice.pdl, pdl})
+    ]
+    contenders = tuning.contenders(problem, [choice for _, choice in found])
     m, n, k = problem.shape
     head = {"op": "gemm", "variant": problem.variant, "impl": impl_of(problem.backend)}
     head |= {"M": m, "N": n, "K": k}
-    for ranked, row in zip(found, time_contenders(contenders, timer), strict=True):
-        facts = {"tile": ranked.pick.name, "predicted_us": round(ranked.prediction.us, 2)}
+    for (ranked, choice), row in zip(found, time_contenders(contenders, timer), strict=True):
+        facts = {"tile": choice.name, "predicted_us": round(ranked.prediction.us, 2)}
         yield {**row, **head, **facts, **rates(row, problem.shape, 1)}
 
 
@@ -72,6 +79,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     parser.add_argument("--variant", default="per_token", choices=tuple(TILES))
     parser.add_argument("--backend", help="as in cute_fp8.use")
     parser.add_argument("--best", type=int, default=tuning.BEST)
+    parser.add_argument("--pdl", action="store_true", help="also under dependent launch")
     parser.add_argument("--out", type=Path, help="a result file")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
@@ -84,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
         for _ in tuning.compile_ahead(problems, options.best):
             pass
         for problem in problems:
-            found = list(measure(problem, options.best, clock))
+            found = list(measure(problem, options.best, clock, options.pdl))
             print(summary(found), flush=True)
             rows += found
     except ValueError as error:

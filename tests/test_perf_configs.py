@@ -59,6 +59,14 @@ def test_the_best_few_and_the_plain_tile(
     assert text.count("the pick: 1.80x the plain tile's speed, 1.00 of the fastest one's") == 2
 
 
+def test_each_under_dependent_launch_too(tmp_path: Path) -> None:
+    out = tmp_path / "configs.json"
+    assert configs.main(["16x64x128", "--best", "2", "--pdl", "--out", str(out)], clock) == 0
+    names = [row["tile"] for row in json.loads(out.read_text())["rows"]]
+    assert len(names) == 6 and names[-2:] == [PLAIN, f"{PLAIN}/pdl"]
+    assert [f"{name}/pdl" for name in names[::2]] == names[1::2]
+
+
 def test_a_wrong_configuration_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from cute_fp8.arguments import PLAIN as _PLAIN
+from cute_fp8.arguments import PLAIN_OR_NONE as _PLAIN_OR_NONE
+from cute_fp8.arguments import is_plain
 from cute_fp8.plan import launchers, run_gemm, short_key
 from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
 
-_PLAIN = frozenset({Tensor, Parameter})
-_PLAIN_OR_NONE = _PLAIN | {type(None)}
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -139,13 +137,6 @@ def gemm_gated(
         except (AttributeError, KeyError, TypeError, ValueError):
             return run_gemm(operands, activation, out_dtype, fast_accum, gated=True)
     return _call_op(operands, activation, out_dtype, fast_accum, gated=True)
-
-
-def is_plain(operands: Iterable[Tensor | None]) -> bool:
-    """Whether nothing but the call itself would come of it: no subclass, no tracing, no mode."""
-    return all(type(t) in _PLAIN_OR_NONE for t in operands) and not (
-        _is_compiling() or _dispatch_modes() or _function_modes() or _transforms()
-    )
 
 
 def _call_op(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import refuse_grad
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
@@ -291,8 +292,5 @@ def _refuse_capture(function: str) -> None:
 
 
 def _refuse_grad(name: str, x: Tensor) -> None:
-    if torch.is_grad_enabled() and x.requires_grad and not isinstance(x, torch.nn.Parameter):
-        raise RuntimeError(
-            f"{name}: got a tensor that requires grad, must be called under torch.no_grad() "
-            "(inference only)"
-        )
+    if not isinstance(x, torch.nn.Parameter):
+        refuse_grad(name, x)

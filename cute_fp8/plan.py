@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import reference, settings, torch_backend
+from cute_fp8.arguments import misaligned_by
 from cute_fp8.cute_backend import CuteGemm, Launcher
 from cute_fp8.dispatch import Route, select
 from cute_fp8.problem import (
-    ALIGNMENT,
     E8M0,
     GemmProblem,
     Operands,
@@ -124,7 +124,7 @@ def _traits(tensor: Tensor) -> tuple[Any, ...]:
 def _misaligned(operands: Operands) -> bool:
     aligned = [operands.xq, operands.wq, operands.residual, operands.out]
     aligned += [t for t in (operands.sx, operands.sw) if t.dtype is E8M0 and t.dim() == 1]
-    return any(t is not None and t.data_ptr() % ALIGNMENT for t in aligned)
+    return any(t is not None and misaligned_by(t) for t in aligned)
 
 
 def _remember(store: dict[Hashable, Any], key: Hashable, value: object) -> None:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import ALIGNMENT, check_aligned, has_storage, refuse_grad
 from cute_fp8.kernels.config import ACTIVATIONS, K_MULTIPLE, N_MULTIPLE
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import blocked_numel
 
-ALIGNMENT = 16
 #: Blocks of 8 gate rows and 8 up rows in turn.
 GATED_N_MULTIPLE = 2 * N_MULTIPLE
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -130,10 +130,10 @@ def check_gemm(
         problem = replace(problem, bias=_check_bias(bias, n))
     if residual is not None:
         y_dtype = torch.bfloat16 if out_dtype is E4M3 else out_dtype
-        stride = _check_matrix("residual", residual, problem.out_shape, (y_dtype, torch.float32))
+        stride = check_matrix("residual", residual, problem.out_shape, (y_dtype, torch.float32))
         problem = replace(problem, residual=residual.dtype, residual_stride=stride)
     if out is not None:
-        stride = _check_matrix("out", out, problem.out_shape, (out_dtype,), own_rows=True)
+        stride = check_matrix("out", out, problem.out_shape, (out_dtype,), own_rows=True)
         problem = replace(problem, out_stride=stride)
         check_overlap(operands)
     check_grad(operands)
@@ -145,17 +145,14 @@ def check_grad(tensors: Iterable[Tensor | None]) -> None:
     if not torch.is_grad_enabled():
         return
     for name, tensor in zip((*_INPUTS, "out"), tensors, strict=False):
-        if tensor is not None and tensor.requires_grad:
-            raise RuntimeError(
-                f"{name}: got a tensor that requires grad, must be called under torch.no_grad() "
-                "(inference only)"
-            )
+        if tensor is not None:
+            refuse_grad(name, tensor)
 
 
 def check_overlap(operands: Operands) -> None:
     """Raise ``ValueError`` if the addresses from first to last of ``out`` meet an input's."""
     out = operands.out
-    if out is None or not _has_storage(out):
+    if out is None or not has_storage(out):
         return
     first, last = _extent(out)
     for name, tensor in zip(operands._fields[:-1], operands[:-1], strict=True):
@@ -261,7 +258,7 @@ def _check_out_dtype(
         raise ValueError("out: got a tensor with out_dtype torch.float8_e4m3fn, must be None")
 
 
-def _check_matrix(
+def check_matrix(
     name: str,
     tensor: Tensor,
     shape: tuple[int, ...],
@@ -335,7 +332,7 @@ def _check_mx_scale(
     if any(scale.dim() == len(shape) and tuple(scale.shape) == shape for shape in shapes):
         return False
     if scale.dim() == 1 and scale.shape[0] == numel:
-        _check_alignment(name, scale)
+        check_aligned(name, scale)
         return True
     raise ValueError(
         f"{name}: got shape {tuple(scale.shape)}, must be ({rows}, {cols}) row-major "
@@ -351,7 +348,7 @@ def _row_stride(name: str, tensor: Tensor) -> int:
     columns = tensor.shape[-1]
     if tensor.stride(-1) != 1 and columns > 1:
         raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, must be 1")
-    _check_alignment(name, tensor)
+    check_aligned(name, tensor)
     if batch_size(tuple(tensor.shape[:-1])) <= 1:
         return columns
     stride = _flat_stride(
@@ -365,14 +362,6 @@ def _row_stride(name: str, tensor: Tensor) -> int:
     return stride
 
 
-def _check_alignment(name: str, tensor: Tensor) -> None:
-    if _has_storage(tensor) and (past := tensor.data_ptr() % ALIGNMENT):
-        raise ValueError(
-            f"{name}: got an address {past} bytes past a multiple of {ALIGNMENT}, "
-            f"must be {ALIGNMENT}-byte aligned"
-        )
-
-
 def _flat_stride(
     name: str, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], wanted: str
 ) -> int:
@@ -384,13 +373,6 @@ def _flat_stride(
         if outer != size * inner:
             raise ValueError(f"{name}: got strides {tuple(tensor.stride())}, must be {wanted}")
     return dims[-1][1]
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """Whether addresses mean anything: not on the meta device, under tracing or a transform."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

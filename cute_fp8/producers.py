@@ -19,11 +19,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cute_fp8 import row_reference, settings
+from cute_fp8.arguments import ALIGNMENT, PLAIN_OR_NONE, watched
 from cute_fp8.dispatch import select
 from cute_fp8.row_backend import RowKernel
 from cute_fp8.row_view import view_of
@@ -44,7 +43,6 @@ Run = Callable[[RowInputs, Out], Results]
 
 #: Plans kept at most; past that, all are dropped and made again as they are met.
 MAX_PLANS = 16_384
-_PLAIN = frozenset({Tensor, Parameter, type(None)})
 _plans: dict[Hashable, tuple[RowProblem, Run]] = {}
 
 
@@ -273,13 +271,8 @@ def _gated(
 def run(inputs: RowInputs, options: RowOptions, out: Out) -> Results:
     """Run a producer, through ``torch.library`` for tracing, subclasses and modes."""
     tensors = inputs if out is None else (*inputs, *out)
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(tensor) not in _PLAIN and isinstance(tensor, Tensor) for tensor in tensors)
-    ):
+    subclass = any(type(t) not in PLAIN_OR_NONE and isinstance(t, Tensor) for t in tensors)
+    if subclass or watched():
         from cute_fp8 import row_ops
 
         return row_ops.call(inputs, options, out)
@@ -312,7 +305,7 @@ def _traits(tensor: Tensor | None) -> Hashable:
     """What decides the kernel: addresses too, as far as they decide how it may read."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
 def _plan(inputs: RowInputs, options: RowOptions) -> tuple[RowProblem, Run]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import ALIGNMENT
 from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS, RowConfig, shape_of
-from cute_fp8.problem import ALIGNMENT
 from cute_fp8.rows import KERNEL_OPS, RowInputs, RowOptions, RowProblem, check_rows
 
 

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import check_aligned, refuse_grad
 from cute_fp8.kernels.config import K_MULTIPLE, VARIANTS
 from cute_fp8.kernels.row_config import GATES, NORMS, ROW_OPS
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.problem import (
-    ALIGNMENT,
     E4M3,
     E8M0,
     OUT_DTYPES,
     Operands,
-    _check_matrix,
-    _has_storage,
     batch_size,
+    check_matrix,
     check_overlap,
 )
 from cute_fp8.scales import blocked_numel
@@ -155,7 +154,7 @@ def check_rows(inputs: RowInputs, options: RowOptions) -> RowProblem:
     if bias is not None:
         problem = replace(problem, bias=_check_vector("bias", bias, k))
     if residual is not None:
-        _check_matrix("residual", residual, shape, (x.dtype,))
+        check_matrix("residual", residual, shape, (x.dtype,))
         problem = replace(problem, residual=True)
     check_row_grad(inputs, options)
     return problem
@@ -183,7 +182,7 @@ def check_out(problem: RowProblem, inputs: RowInputs, out: Sequence[Tensor] | No
             _check_scales_out(label, tensor, problem)
             continue
         dtype = E4M3 if name == "codes" else problem.dtype
-        _check_matrix(label, tensor, problem.shape, (dtype,), own_rows=True)
+        check_matrix(label, tensor, problem.shape, (dtype,), own_rows=True)
     check_row_overlap(inputs, out)
 
 
@@ -207,17 +206,10 @@ def check_row_grad(inputs: RowInputs, options: RowOptions) -> None:
 
     A ``Parameter`` that is quantised as it is is taken as a weight.
     """
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in zip(inputs._fields, inputs, strict=True):
-        if tensor is None or not tensor.requires_grad:
-            continue
-        if options.op == "quantize" and isinstance(tensor, torch.nn.Parameter):
-            continue
-        raise RuntimeError(
-            f"{name}: got a tensor that requires grad, must be called under torch.no_grad() "
-            "(inference only)"
-        )
+        weight = options.op == "quantize" and isinstance(tensor, torch.nn.Parameter)
+        if tensor is not None and not weight:
+            refuse_grad(name, tensor)
 
 
 def result_names(problem: RowProblem) -> tuple[str, ...]:
@@ -289,7 +281,7 @@ def _check_vector(name: str, tensor: Tensor, k: int) -> torch.dtype:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, must be ({k},)")
     if tensor.stride(0) != 1:
         raise ValueError(f"{name}: got stride {tensor.stride(0)}, must be 1")
-    _check_alignment(name, tensor)
+    check_aligned(name, tensor)
     return tensor.dtype
 
 
@@ -302,12 +294,4 @@ def _check_scales_out(label: str, tensor: Tensor, problem: RowProblem) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{label}: got strides {tuple(tensor.stride())}, must be contiguous")
     if problem.options.blocked:
-        _check_alignment(label, tensor)
-
-
-def _check_alignment(name: str, tensor: Tensor) -> None:
-    if _has_storage(tensor) and (past := tensor.data_ptr() % ALIGNMENT):
-        raise ValueError(
-            f"{name}: got an address {past} bytes past a multiple of {ALIGNMENT}, "
-            f"must be {ALIGNMENT}-byte aligned"
-        )
+        check_aligned(label, tensor)

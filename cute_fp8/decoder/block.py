@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_fp8.api import gemm
+from cute_fp8.arguments import check_aligned, refuse_grad
 from cute_fp8.decoder import mlp
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.rope import RopeInputs, check_rotation, rope_append
 from cute_fp8.decoder.weights import DecoderWeights, Projection
-from cute_fp8.problem import ALIGNMENT, OUT_DTYPES, _has_storage
+from cute_fp8.problem import OUT_DTYPES
 from cute_fp8.producers import attention_out_quantize, rmsnorm_quantize
 
 Quantised = tuple[Tensor, Tensor]
@@ -234,13 +235,6 @@ def _check_x(x: Tensor, weights: DecoderWeights) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)}, must be [..., {hidden}]")
     if x.device != weights.device:
         raise ValueError(f"x: got device {x.device}, must be {weights.device} as the weights are")
-    if _has_storage(x) and (past := x.data_ptr() % ALIGNMENT) and x.is_contiguous():
-        raise ValueError(
-            f"x: got an address {past} bytes past a multiple of {ALIGNMENT}, "
-            f"must be {ALIGNMENT}-byte aligned"
-        )
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise RuntimeError(
-            "x: got a tensor that requires grad, must be called under torch.no_grad() "
-            "(inference only)"
-        )
+    if x.is_contiguous():  # else it is copied
+        check_aligned("x", x)
+    refuse_grad("x", x)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import compiler, cute_backend, settings
-from cute_fp8.api import gemm, gemm_gated, is_plain
+from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.arguments import is_plain
 from cute_fp8.decoder.weights import DecoderWeights, Projection
 from cute_fp8.fused import MOST_TOKENS, mlp_problem
 from cute_fp8.fused_backend import kernel_of

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import compiler, settings
-from cute_fp8.api import is_plain
+from cute_fp8.arguments import ALIGNMENT, is_plain, misaligned_by
 from cute_fp8.fused import rope_problem
 from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
-from cute_fp8.problem import ALIGNMENT, _has_storage
 
 
 class Heads(NamedTuple):
@@ -266,4 +265,4 @@ def aligned(tensor: Tensor) -> bool:
     per_access = ALIGNMENT // tensor.element_size()
     strides = (stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
     rows = [stride % per_access for stride in list(strides)[:-1]]
-    return not any(rows) and not (_has_storage(tensor) and tensor.data_ptr() % ALIGNMENT)
+    return not any(rows) and not misaligned_by(tensor)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_fp8.api import gemm
+from cute_fp8.arguments import ALIGNMENT
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
 from cute_fp8.numerics import MX_BLOCK, quantize_fp8
-from cute_fp8.problem import ALIGNMENT, E4M3, E8M0
+from cute_fp8.problem import E4M3, E8M0
 from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
 

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import check_tensor
 from cute_fp8.numerics import (
     dequantize_fp8,
     dequantize_mxfp8,
     quantize_fp8,
     quantize_fp8_activations,
     quantize_mxfp8,
+    without_autocast,
 )
 
 MIN_COSINE = 0.996
@@ -79,6 +81,8 @@ def near_lossless(y: Tensor, ref: Tensor) -> Verdict:
     Raises:
         ValueError: different shapes, or no dimension.
     """
+    check_tensor("y", y)
+    check_tensor("ref", ref)
     if y.shape != ref.shape or ref.dim() == 0:
         shapes = f"{tuple(y.shape)} and {tuple(ref.shape)}"
         raise ValueError(f"y and ref: got shapes {shapes}, must be equal and [..., N]")
@@ -129,15 +133,16 @@ def fp8_w8a8_error(weight: Tensor, q: Tensor, scale: Tensor, x: Tensor) -> dict[
         TypeError: a dtype that the quantisers refuse.
         ValueError: shapes that do not belong together.
     """
+    check_tensor("q", q)
+    _check_layer("weight", weight, x)
     if q.shape != weight.shape:
         got, want = tuple(q.shape), tuple(weight.shape)
         raise ValueError(f"q: got shape {got}, must be weight's shape {want}")
-    _check_layer("weight", weight, x)
     w32 = weight.detach().to(torch.float32)
     x32 = x.detach().to(torch.float32).reshape(-1, x.shape[-1])
     w_deq = dequantize_fp8(q, scale, torch.float32)
     x_deq = dequantize_fp8(*quantize_fp8_activations(x32), torch.float32)
-    output = _similarity(x_deq @ w_deq.T, x32 @ w32.T)
+    output = _similarity(_product(x_deq, w_deq), _product(x32, w32))
     w_peak = w32.abs().amax(dim=1, keepdim=True)  # rows over their peaks, so that squares fit
     channels = _ratio(_ratio(w_deq - w32, w_peak).norm(dim=1), _ratio(w32, w_peak).norm(dim=1))
     return {
@@ -222,7 +227,7 @@ def smoothquant_factors(
     factors = [_factors(w_amax, x_amax, a) for a in candidates]
     if len(factors) == 1:
         return factors[0]
-    ref = x32 @ w32.T
+    ref = _product(x32, w32)
     errors = []
     for s in factors:
         output = _quantized_output(w32 * s, x32 / s, quantize_weight)
@@ -316,12 +321,20 @@ def _quantized_output(
     codes, scale = quantize_weight(w)
     if scale.dtype == torch.float8_e8m0fnu:
         x_deq = dequantize_mxfp8(*quantize_mxfp8(x), torch.float32)
-        return x_deq @ dequantize_mxfp8(codes, scale, torch.float32).T
+        return _product(x_deq, dequantize_mxfp8(codes, scale, torch.float32))
     x_deq = dequantize_fp8(*quantize_fp8_activations(x), torch.float32)
-    return x_deq @ dequantize_fp8(codes, scale, torch.float32).T
+    return _product(x_deq, dequantize_fp8(codes, scale, torch.float32))
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    """``x W^T`` in fp32, under autocast too."""
+    with without_autocast(x.device.type):
+        return x @ w.T
 
 
 def _check_layer(name: str, weight: Tensor, x: Tensor) -> None:
+    check_tensor(name, weight)
+    check_tensor("x", x)
     if weight.dim() != 2:
         raise ValueError(f"{name}: got shape {tuple(weight.shape)}, must be 2-D [N, K]")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cute_fp8.arguments import PLAIN as _PLAIN
 from cute_fp8.arguments import PLAIN_OR_NONE as _PLAIN_OR_NONE
-from cute_fp8.arguments import is_plain
+from cute_fp8.arguments import foreign_modes, is_plain
 from cute_fp8.plan import launchers, run_gemm, short_key
 from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
@@ -69,7 +69,8 @@ def gemm(
         and type(bias) in _PLAIN_OR_NONE
         and type(residual) in _PLAIN_OR_NONE
         and type(out) in _PLAIN_OR_NONE
-        and not (_is_compiling() or _dispatch_modes() or _function_modes() or _transforms())
+        and not (_is_compiling() or _dispatch_modes() or _transforms())
+        and not (_function_modes() and foreign_modes())
         and type(fast_accum) is bool  # 0 and 1 would look up the plans of False and True
     ):
         try:

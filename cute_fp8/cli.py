@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -226,6 +227,10 @@ def _validate(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from cute_fp8.models.folder import convert_folder
 
+    for option in ("json", "plot"):  # before the work, not after it
+        path = getattr(options, option)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{option}: got {path}, must be in a folder that exists")
     report = convert_folder(
         options.source,
         options.target,

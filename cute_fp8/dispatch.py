@@ -25,7 +25,7 @@ from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
 from cute_fp8.rows import RowProblem
 from cute_fp8.selection import Selection, select_config
 from cute_fp8.settings import Settings
-from cute_fp8.targets import Capability, capability_of_device, target_of
+from cute_fp8.targets import Capability, capability_of_device, check_capability, target_of
 
 SM120_TARGETS = ("sm_120a", "sm_121a")
 #: Capability patterns; None stands for any minor version.
@@ -369,6 +369,8 @@ def explain(
     settings = current()
     if backend is not None:
         settings = settings._replace(backend=check_backend(backend))
+    if capability is not None:
+        check_capability(capability)
     if gpu is None:
         return walk(problem, capability or capability_of_device(device), settings)
     of_gpu = gpus.named(gpu)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import check_tensor
 from cute_fp8.kernels.config import PIECE
 
 #: Consecutive channels that are gate, then up.
@@ -33,8 +34,7 @@ def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: two shapes or devices, or a number of channels that is no multiple of 8.
     """
     for name, tensor in (("gate", gate), ("up", up)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        check_tensor(name, tensor)
     if up.dtype != gate.dtype:
         raise TypeError(f"up: got {up.dtype}, must be {gate.dtype} as gate is")
     if up.shape != gate.shape:

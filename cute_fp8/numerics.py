@@ -18,10 +18,12 @@ its reciprocal, which is not the IEEE quotient. Divisors are therefore always te
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-from cute_fp8.arguments import refuse_grad
+from cute_fp8.arguments import check_tensor, refuse_grad
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE
 from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
@@ -57,6 +59,7 @@ def quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: called while a CUDA graph is being captured.
     """
     _refuse_capture("quantize_fp8")
+    check_tensor("w", w)
     if w.dim() != 2:
         raise ValueError(f"w: got shape {tuple(w.shape)}, must be 2-D [N, K]")
     k = _check_input("w", w, K_MULTIPLE)
@@ -260,6 +263,7 @@ def _biased_mx_exponent(amax: Tensor) -> Tensor:
 
 
 def _check_input(name: str, x: Tensor, multiple: int) -> int:
+    check_tensor(name, x)
     if x.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{name}: got {x.dtype}, must be bfloat16, float16 or float32")
     if x.dim() == 0:
@@ -274,6 +278,7 @@ def _check_k(name: str, k: int, multiple: int) -> int:
 
 
 def _check_codes(q: Tensor, dtype: torch.dtype) -> int:
+    check_tensor("q", q)
     if q.dtype != torch.float8_e4m3fn:
         raise TypeError(f"q: got {q.dtype}, must be torch.float8_e4m3fn")
     if dtype not in _INPUT_DTYPES:
@@ -281,6 +286,11 @@ def _check_codes(q: Tensor, dtype: torch.dtype) -> int:
     if q.dim() == 0:
         raise ValueError("q: got a tensor without dimensions, must be [..., K]")
     return q.shape[-1]
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    """A context in which products of fp32 matrices stay fp32, on that type of device."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def _refuse_capture(function: str) -> None:

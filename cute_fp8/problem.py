@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8.arguments import ALIGNMENT, check_aligned, has_storage, refuse_grad
+from cute_fp8.arguments import ALIGNMENT, check_aligned, check_tensor, has_storage, refuse_grad
 from cute_fp8.kernels.config import ACTIVATIONS, K_MULTIPLE, N_MULTIPLE
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import blocked_numel
@@ -165,11 +165,9 @@ def check_overlap(operands: Operands) -> None:
 
 def _check_tensors(tensors: dict[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and not (
-            tensor is None and name in ("bias", "residual", "out")
-        ):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
-        if tensor is not None and tensor.layout is not torch.strided:
+        if tensor is None and name in ("bias", "residual", "out"):
+            continue
+        if check_tensor(name, tensor).layout is not torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, must be torch.strided")
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cute_fp8.gating import split_gate_up
-from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8
+from cute_fp8.numerics import MX_BLOCK, quantize_mxfp8, without_autocast
 from cute_fp8.problem import E4M3, GemmProblem, Operands
 from cute_fp8.scales import from_blocked
 
 Output = Tensor | tuple[Tensor, Tensor]
+#: Every activation that a GEMM has; all pass NaN on.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def gemm(problem: GemmProblem, operands: Operands) -> Output:
@@ -24,7 +33,7 @@ def gemm(problem: GemmProblem, operands: Operands) -> Output:
         return finish(problem, acc, operands)
     # e4m3 codes are exact in tf32 too, so torch's tf32 switch cannot change the products; autocast
     # would round their sum.
-    with _without_autocast(problem.device.type):
+    with without_autocast(problem.device.type):
         acc = codes.to(torch.float32) @ wq.to(torch.float32).t()
     return finish(problem, acc, operands)
 
@@ -66,17 +75,7 @@ def finish(problem: GemmProblem, acc: Tensor, operands: Operands) -> Output:
 
 def activate(name: str | None, y: Tensor) -> Tensor:
     """The activation ``name`` in fp32; every one passes NaN on."""
-    if name is None:
-        return y
-    if name == "relu":
-        return torch.relu(y)
-    if name == "silu":
-        return torch.nn.functional.silu(y)
-    return torch.nn.functional.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
-def _without_autocast(device: str) -> AbstractContextManager[None]:
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    return y if name is None else _ACTIVATIONS[name](y)
 
 
 def _float64(codes: Tensor, scale: Tensor) -> Tensor:

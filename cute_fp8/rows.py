@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8.arguments import check_aligned, refuse_grad
+from cute_fp8.arguments import check_aligned, check_tensor, refuse_grad
 from cute_fp8.kernels.config import K_MULTIPLE, VARIANTS
 from cute_fp8.kernels.row_config import GATES, NORMS, ROW_OPS
 from cute_fp8.numerics import MX_BLOCK
@@ -141,6 +141,8 @@ def check_rows(inputs: RowInputs, options: RowOptions) -> RowProblem:
         RuntimeError: an input requires grad while grad mode is on.
     """
     _check_tensors(inputs)
+    if KERNEL_OPS[options.op] in NORMS:
+        check_tensor("weight", inputs.weight)
     _check_options(options)
     x, weight, bias, residual = inputs
     shape = _shape(x, options)
@@ -227,11 +229,10 @@ def as_outputs(problem: RowProblem, tensors: Sequence[Tensor]) -> RowOutputs:
 
 def _check_tensors(inputs: RowInputs) -> None:
     x = inputs.x
-    for name, tensor in zip(inputs._fields, inputs, strict=True):
-        if tensor is None and name != "x":
+    for name, given in zip(inputs._fields, inputs, strict=True):
+        if given is None and name != "x":
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        tensor = check_tensor(name, given)
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, must be torch.strided")
         if tensor.dtype not in OUT_DTYPES:

@@ -42,6 +42,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import check_tensor
 from cute_fp8.kernels.config import SCALE_BLOCK_BYTES, SCALE_BLOCK_ROWS
 
 TILE_ROWS = SCALE_BLOCK_ROWS
@@ -124,5 +125,6 @@ def _tiles(count: int, tile: int) -> int:
 
 
 def _check_dtype(name: str, scales: Tensor) -> None:
+    check_tensor(name, scales)
     if scales.dtype not in _SCALE_DTYPES:
         raise TypeError(f"{name}: got {scales.dtype}, must be torch.float8_e8m0fnu or torch.uint8")

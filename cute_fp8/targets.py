@@ -24,6 +24,13 @@ def target_of(capability: Capability) -> str | None:
     return {(9, 0): "sm_90a", (8, 9): "sm_89", (10, 0): "sm_100a"}.get(capability)
 
 
+def check_capability(capability: object) -> None:
+    """Raise ``ValueError`` unless it is a pair of numbers."""
+    pair = isinstance(capability, tuple) and len(capability) == 2
+    if not pair or not all(type(part) is int for part in capability):  # type: ignore[attr-defined]
+        raise ValueError(f"capability: got {capability!r}, must be a pair like (12, 0)")
+
+
 def capability_of_target(target: str) -> Capability:
     """The compute capability that a target such as ``sm_120a`` is named after."""
     digits = check_target(target)[3:].rstrip("af")

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from cuda.bindings import runtime
 from torch import Tensor
 
 from cute_fp8.kernels.config import WORKSPACE_COUNTERS
@@ -77,6 +76,8 @@ def _new(device: torch.device, words: int) -> Tensor:
 
 
 def _capture_id(stream: int) -> int:
+    from cuda.bindings import runtime  # a tenth of a second, for captures alone
+
     error, _, capture, *_ = runtime.cudaStreamGetCaptureInfo(stream)
     if error != runtime.cudaError_t.cudaSuccess:
         raise RuntimeError(f"cudaStreamGetCaptureInfo: got {error.name}, must be cudaSuccess")

@@ -355,3 +355,14 @@ def test_fp32_matmul_is_within_the_cpu_bound_and_bf16_is_not() -> None:
     product = a.float() @ b.float().T
     assert ((product.double() - exact).abs() <= bound).all()
     assert ((product.bfloat16().double() - exact).abs() > bound).any()
+
+
+def test_autocast_changes_no_figure() -> None:
+    w, x = torch.randn(64, 128), torch.randn(32, 128)
+    w[:, 3], x[:, 5] = w[:, 3] * 9, x[:, 5] * 40
+    codes, scale = quantize_fp8(w)
+    alphas = (0.3, 0.5, 0.7)
+    want = fp8_w8a8_error(w, codes, scale, x), smoothquant_factors(w, x, alphas)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fp8_w8a8_error(w, codes, scale, x), smoothquant_factors(w, x, alphas)
+    assert got[0] == want[0] and torch.equal(got[1], want[1])

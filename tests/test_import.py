@@ -25,8 +25,9 @@ before = set(sys.modules)
 start = time.perf_counter()
 import cute_fp8
 seconds = time.perf_counter() - start
-loaded = {name.partition(".")[0] for name in sys.modules.keys() - before}
-print(seconds, torch.cuda.is_initialized(), *loaded & {"cutlass", "cuda", "tvm_ffi", "triton"})
+loaded = {".".join(name.split(".")[:2]) for name in sys.modules.keys() - before}
+slow = {"cutlass", "cuda.bindings", "tvm_ffi", "triton"}
+print(seconds, torch.cuda.is_initialized(), *loaded & slow)
 """
 
 FORK = """

@@ -203,7 +203,7 @@ def is_validated(
     for module, counts in evidence.get("tests", dict).items():
         owner = kernel_of_tests(module, kernels)
         if owner in (None, entry.kernel):
-            shared += counts.get("failed", 0) + counts.get("error", 0)
+            shared += sum(counts.get(bad, 0) for bad in ("failed", "error", "missing"))
         if owner == entry.kernel:
             own += counts.get("passed", 0)
     dirty = any(tool.get("clean") is False for tool in evidence.get("sanitizer", dict).values())

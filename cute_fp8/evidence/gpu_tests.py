@@ -68,6 +68,29 @@ def outcomes(data: Data, cases: Mapping[Case, tuple[str, str]]) -> dict[str, dic
     return {module: dict(count) for module, count in sorted(counts.items())}
 
 
+def with_missing(counts: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """The same, and per module how many of the tests that there are have no outcome.
+
+    Raises:
+        RuntimeError: pytest could not collect them.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", MARKERS, "tests"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_variables(), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"pytest --collect-only ended with status {done.returncode}")
+    lines = (line.partition("::") for line in done.stdout.splitlines())
+    there = Counter(
+        path.removesuffix(".py").replace("/", ".") for path, colons, _ in lines if colons
+    )
+    for module, count in there.items():
+        found = counts.setdefault(module, {})
+        if missing := max(0, count - sum(found.values())):
+            found["missing"] = missing
+    return counts
+
+
 def pytest_command(report: Path, quick: bool, processes: int) -> list[str]:
     """The command that runs the GPU tests, in parallel where there is pytest-xdist."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}"]
@@ -134,7 +157,9 @@ def child_variables() -> dict[str, str]:
     find on disk, for as long as this process lasts.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {cache.VARIABLE: _compiled().name, **os.environ, "PYTHONPATH": path}
+    variables = {cache.VARIABLE: _compiled().name, **os.environ, "PYTHONPATH": path}
+    variables.pop("PYTEST_ADDOPTS", None)  # which may leave tests out
+    return variables
 
 
 @functools.cache

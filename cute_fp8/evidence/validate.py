@@ -52,7 +52,8 @@ def run(
         sanitize: also run compute-sanitizer's tools.
         reports: what ``pytest --junitxml`` wrote of the GPU tests, in any number of parts, on such
             a GPU; then no tests are run. What a report says of kernels that were others then is
-            left out; of a test that is in several the last counts.
+            left out; of a test that is in several the last counts, and one that is in none is
+            missed.
 
     Returns:
         0 if everything passed, 1 if not, 2 if it cannot run here.
@@ -74,9 +75,10 @@ def run(
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--out: got {out}, must be in a folder that exists")
     print(f"{meta['gpu']} ({meta['capability']}): {', '.join(' '.join(use) for use in uses)}")
-    ran = (
-        None if reports is None else gpu_tests.outcomes(data, gpu_tests.read_reports(reports, meta))
-    )
+    ran = None
+    if reports is not None:
+        cases = gpu_tests.read_reports(reports, meta)
+        ran = gpu_tests.with_missing(gpu_tests.outcomes(data, cases))
     perform(data, steps(data, uses, quick, sanitize, ran), path)
     missed = data["missed"] = misses(data)
     data["passed"] = not missed
@@ -163,6 +165,8 @@ def misses(data: Data) -> list[str]:
         found.append("no GPU test ran")
     if bad := counts["failed"] + counts["error"]:
         found.append(f"{bad} of {bad + counts['passed']} GPU tests")
+    if counts["missing"]:
+        found.append(f"{counts['missing']} GPU tests are in no report")
     for check in data.get("tier", []):
         if not check["passed"]:
             found.append(f"tier: {tier_line(check)}")

@@ -176,6 +176,7 @@ def test_a_passing_validation_on_the_gpu_itself_is_a_measurement() -> None:
         {"tests": {"tests.kernels.test_gemm_x": {"skipped": 22}}},
         {"tests": {"tests.kernels.test_gemm_y": {"passed": 10}}},
         {"tests": {**GOOD["tests"], "tests.test_gpu_integration": {"failed": 1}}},
+        {"tests": {"tests.kernels.test_gemm_x": {"passed": 9, "missing": 1}}},
         {"tests": {}},
         {"covers": []},
         {"covers": [{"op": "gemm", "variant": "mxfp8", "route": "cute:gemm_x"}]},

@@ -134,6 +134,27 @@ def test_of_a_test_in_several_reports_the_last_counts(report) -> None:
     assert cases["tests.test_gpu_integration", "test_c"][0] == "error"
 
 
+def test_a_test_without_an_outcome_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = (
+        "\n".join(f"tests/kernels/test_mlp.py::test_{i}[a::b]" for i in range(3)) + "\n\n3 tests"
+    )
+    done = subprocess.CompletedProcess([], 0, listed, "")
+    monkeypatch.setattr(gpu_tests.subprocess, "run", lambda *a, **o: done)
+    module = "tests.kernels.test_mlp"
+    assert gpu_tests.with_missing({module: {"passed": 1}}) == {module: {"passed": 1, "missing": 2}}
+    assert gpu_tests.with_missing({}) == {module: {"missing": 3}}
+    whole = {module: {"passed": 1, "skipped": 2}}
+    assert gpu_tests.with_missing(dict(whole)) == whole
+    done.returncode = 2
+    with pytest.raises(RuntimeError, match="--collect-only ended with status 2"):
+        gpu_tests.with_missing({})
+
+
+def test_no_option_from_outside_leaves_tests_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k one")
+    assert "PYTEST_ADDOPTS" not in gpu_tests.child_variables()
+
+
 def test_what_is_said_of_earlier_sources_is_left_out(report) -> None:
     """And with them what is said of no kernel in particular."""
     cases = gpu_tests.read_reports([report("a", gemm_sm90="0")], meta())

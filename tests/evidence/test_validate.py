@@ -77,6 +77,7 @@ def test_nothing_is_missed_in_a_good_run() -> None:
     [
         ({"tests": {"a": {"passed": 8, "failed": 1, "error": 1}}}, "2 of 10 GPU tests"),
         ({"tests": {"a": {"skipped": 8}}}, "no GPU test ran"),
+        ({"tests": {"a": {"passed": 8}, "b": {"missing": 2}}}, "2 GPU tests are in no report"),
         ({"tests": {}}, "no GPU test ran"),
         ({"errors": {"tier": "RuntimeError: x"}}, "tier broke off: RuntimeError: x"),
         ({"tier": [verdict(passed=False)]}, "tier: per_token 64x128x1024 cute:gemm_sm120, gaus"),

@@ -164,10 +164,11 @@ def check_overlap(operands: Operands) -> None:
 
 
 def _check_tensors(tensors: dict[str, Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor is None and name in ("bias", "residual", "out"):
+    for name, given in tensors.items():
+        if given is None and name in ("bias", "residual", "out"):
             continue
-        if check_tensor(name, tensor).layout is not torch.strided:
+        tensor = check_tensor(name, given)
+        if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: got layout {tensor.layout}, must be torch.strided")
 
 

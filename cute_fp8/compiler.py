@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from fnmatch import fnmatch
 from importlib import import_module
 from typing import Any
@@ -23,6 +24,7 @@ from cute_fp8.cache_key import Key, key_of
 from cute_fp8.capture import is_capturing
 from cute_fp8.choice import spills
 from cute_fp8.kernels.config import (
+    MX_BLOCK,
     MX_OUT,
     OUT_DTYPES,
     EpilogueConfig,
@@ -34,7 +36,7 @@ from cute_fp8.kernels.config_sm90 import HopperConfig
 from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.mlp_config import shipped_mlps
 from cute_fp8.kernels.rope_config import RopeConfig, shipped_ropes
-from cute_fp8.kernels.row_config import RowConfig, shipped_rows
+from cute_fp8.kernels.row_config import VIEWS, RowConfig, rows_of, shipped_rows
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 from cute_fp8.progress import watched
@@ -47,6 +49,8 @@ from cute_fp8.targets import (
     target_of,
 )
 
+#: M, N, K.
+Shape = tuple[int, int, int]
 #: A compiled kernel's host function, as ``kernels.gemm_sm120.fake_arguments`` types it.
 Kernel = Callable[..., None]
 
@@ -105,6 +109,54 @@ def shipped_configs(
     if target in ROWS_ONLY:
         configs = [config for config in configs if isinstance(config, RowConfig | RopeConfig)]
     return matching(configs, ops)
+
+
+def configs_of(
+    shapes: Iterable[Shape], target: str, device: torch.device | None = None
+) -> list[Config]:
+    """What GEMMs of these sizes take on a device, or on what a target is named after: as
+    selection picks it, with each of the usual epilogues; and the producers of their K.
+
+    Raises:
+        ValueError: a shape that no GEMM has.
+    """
+    from cute_fp8.dispatch import explain  # which knows backends, that compile through here
+
+    capability = capability_of_target(target) if device is None else capability_of_device(device)
+    found: dict[Config, None] = {}
+    for m, n, k in shapes:
+        problems = [("per_token", epilogue) for epilogue in EPILOGUES]
+        if k % MX_BLOCK == 0:
+            problems += [("mxfp8", epilogue) for epilogue in (*EPILOGUES, *MX_EPILOGUES)]
+        for variant, epilogue in problems:
+            if n % (MX_BLOCK * (1 + epilogue.gated) if epilogue.mx else 1):
+                continue
+            route = explain(
+                "gemm_gated" if epilogue.gated else "gemm",
+                m=m,
+                n=n,
+                k=k,
+                variant=variant,
+                capability=capability,
+                device=device,
+                out_dtype=getattr(torch, epilogue.out),
+                bias=_dtype(epilogue.bias),
+                residual=_dtype(epilogue.residual),
+                activation=epilogue.activation,
+            ).route
+            if route is not None and route.pick is not None:
+                found[route.pick.config] = None
+        pdl = capability is not None and capability >= (9, 0)
+        rows = [
+            config for config in rows_of(k) if config.variant == "per_token" or k % MX_BLOCK == 0
+        ]
+        rows += [replace(c, view=v) for c in rows if c.op == "quantize" for v in VIEWS[1:]]
+        found.update((replace(config, pdl=pdl), None) for config in rows)
+    return list(found)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def matching(configs: list[Config], ops: str | None) -> list[Config]:
@@ -224,12 +276,15 @@ class CompileReport(list[tuple[str, str, float]]):
         return "\n".join(f"{target}  {seconds:6.2f} s  {name}" for name, target, seconds in self)
 
 
-def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
+def compile(
+    arch: str | torch.device, ops: str | None = None, *, shapes: Iterable[Shape] | None = None
+) -> CompileReport:
     """Make the usual kernels ready: before serving, before a graph capture.
 
-    Every tile with the epilogues of :data:`EPILOGUES`, and split-K without one; another combination
-    (split-K with a bias, say) compiles at its first call, so call it once. Under
-    ``use(backend="stand-in")`` those that it launches.
+    By default every tile with the epilogues of :data:`EPILOGUES`, split-K without one, and row
+    kernels for 1024, 4096, 8192 and 14336 columns; with ``shapes`` those that these sizes take.
+    Another combination (a tile pinned, other dtypes) compiles at its first call, so call it once.
+    Under ``use(backend="stand-in")`` those that it launches.
 
     What is not on disk is compiled in several processes, which see no GPU, and put there. With a
     terminal and ``rich`` there is a progress bar.
@@ -237,18 +292,24 @@ def compile(arch: str | torch.device, ops: str | None = None) -> CompileReport:
     Args:
         arch: a CUDA device, whose kernels are then also loaded on it, or a target such as
             ``sm_120a``.
-        ops: a glob over kernel names; by default everything that is shipped.
+        ops: a glob over kernel names; by default everything.
+        shapes: ``(M, N, K)`` of the GEMMs to come, in both variants: the configurations that
+            selection picks for them now, and row kernels for K columns, strided attention's too.
 
     Returns:
         What was made ready, with the seconds that each took.
 
     Raises:
-        ValueError: an unknown target, a device without kernels, or ops that match nothing.
+        ValueError: an unknown target, a device without kernels, ops that match nothing, or a
+            shape that no GEMM has.
         RuntimeError: called inside a capture, or the DSL is missing.
     """
     device = _as_device(arch)
     target = check_target(str(arch)) if device is None else _target_of_device(device)
-    configs = shipped_configs(ops, target, stand_in=current().backend == "stand-in")
+    if shapes is None:
+        configs = shipped_configs(ops, target, stand_in=current().backend == "stand-in")
+    else:
+        configs = matching(configs_of(shapes, target, device), ops)
     _refuse_capture(configs[0])
     return CompileReport(watched(_make_ready(configs, target, device), "compiling", len(configs)))
 

@@ -6,6 +6,7 @@ activation), and writes e4m3 codes and scales. See ``row_quantize.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 #: Elements that a thread handles at a time: two 16-byte loads of fp32, or one of half of it; a
@@ -174,22 +175,25 @@ class RowConfig:
         return self
 
 
+def rows_of(k: int) -> Iterator[RowConfig]:
+    """The usual kernels for contiguous bf16 rows of ``k`` elements."""
+    bf16 = "bfloat16"
+    for variant, blocked in (("per_token", False), ("mxfp8", True)):
+        for op in ("quantize", "rmsnorm", "silu_mul"):
+            config = RowConfig(op, bf16, variant, shape_of(k, op, variant, bf16), blocked=blocked)
+            if op == "rmsnorm":
+                config = replace(config, weight=bf16, round_twice=True)
+                yield replace(config, residual=True)
+            yield config
+
+
 def shipped_rows(pdl: bool = True) -> list[RowConfig]:
     """The row kernels that ``compile`` builds; others are compiled at their first call.
 
     For bf16: the usual ops at every usual length of a row, and of everything else one.
     """
     bf16 = "bfloat16"
-    found = []
-    for k in (1024, 4096, 8192, 14336):
-        for variant, blocked in (("per_token", False), ("mxfp8", True)):
-            for op in ("quantize", "rmsnorm", "silu_mul"):
-                shape = shape_of(k, op, variant, bf16)
-                config = RowConfig(op, bf16, variant, shape, blocked=blocked)
-                if op == "rmsnorm":
-                    config = replace(config, weight=bf16, round_twice=True)
-                    found.append(replace(config, residual=True))
-                found.append(config)
+    found = [config for k in (1024, 4096, 8192, 14336) for config in rows_of(k)]
     norm = next(config for config in found if config.op == "rmsnorm")
     plain, gate = (next(c for c in found if c.op == op) for op in ("quantize", "silu_mul"))
     for dtype in ("float16", "float32"):

@@ -174,14 +174,14 @@ def _autotune(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from cute_fp8 import compiler
+    from cute_fp8 import shipped
     from cute_fp8.evidence.files import inspection_evidence
     from cute_fp8.evidence.inspection import inspect_kernels
     from cute_fp8.tables import inspection_table, print_table, track
 
     for arch in options.arch:
         check_target(arch)  # before a progress bar is drawn
-    total = sum(len(compiler.shipped_configs(options.ops, arch)) for arch in options.arch)
+    total = sum(len(shipped.shipped_configs(options.ops, arch)) for arch in options.arch)
     found = list(track(inspect_kernels(options.arch, options.ops), "compiling", total))
     if options.json:
         print(json.dumps(inspection_evidence(found), indent=2))

@@ -45,7 +45,7 @@ def child(may_compile: bool) -> dict[str, float]:
         torch.cuda.synchronize()
         lap("cuda")
     import cute_fp8
-    from cute_fp8 import cache, compiler
+    from cute_fp8 import cache, compiler, shipped
 
     lap("cute_fp8")
     from cutlass import cute  # noqa: F401
@@ -59,7 +59,7 @@ def child(may_compile: bool) -> dict[str, float]:
             y = cute_fp8.gemm(xq, sx, wq, sw)
         assert (y == 4096).all()
     else:
-        (config,) = compiler.shipped_configs("gemm_per_token-32x64*-bfloat16")
+        (config,) = shipped.shipped_configs("gemm_per_token-32x64*-bfloat16")
         assert compiler.get(config, "sm_120a") is not None
     lap("kernel")
     expected = cache.Stats(misses=1) if may_compile else cache.Stats(hits=1)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 import cute_fp8
-from cute_fp8 import compiler, cute_backend
+from cute_fp8 import cute_backend, shipped
 from cute_fp8.choice import Choice
 from cute_fp8.decoder.case import decoder_case, mlp_errors
 from cute_fp8.decoder.weights import DecoderConfig
@@ -34,7 +34,7 @@ def cases(variant: str, tile: TileConfig) -> Iterator[tuple[Choice, GemmCase]]:
     make = exact_case if variant == "per_token" else mxfp8_case
     m, n, k = 2 * tile.m + 1, 2 * tile.n + 8, (tile.stages + 1) * tile.k + 32
     yield Choice(tile), make(m, n, k, bias=torch.float32, residual=torch.float32)
-    if GemmConfig(tile, EpilogueConfig(), variant, split_k=True) in compiler.shipped_configs():
+    if GemmConfig(tile, EpilogueConfig(), variant, split_k=True) in shipped.shipped_configs():
         yield Choice(tile, 2), make(m, n, k)
 
 

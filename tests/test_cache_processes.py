@@ -22,7 +22,7 @@ import torch
 from cache_fakes import KEY, OTHER, ROOT, SMALL, Fake, load_fake, names
 
 import cute_fp8
-from cute_fp8 import cache, compiler, workers
+from cute_fp8 import cache, compiler, shipped, workers
 from cute_fp8.cache_key import Key
 from cute_fp8.kernels.config import GemmConfig
 from cute_fp8.kernels.tiles import TILE_64x64
@@ -195,7 +195,7 @@ def killed_before_the_rename() -> None:
 def test_threads_compile_each_kernel_once(
     kernels: int, fake_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [GemmConfig(TILE_64x64, e) for e in compiler.EPILOGUES[:kernels]]
+    configs = [GemmConfig(TILE_64x64, e) for e in shipped.EPILOGUES[:kernels]]
     built: list[GemmConfig] = []
 
     def build(config: GemmConfig, target: str) -> Fake:

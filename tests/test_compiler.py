@@ -11,13 +11,12 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import cute_fp8
-from cute_fp8 import cache, compiler, targets
+from cute_fp8 import cache, compiler, shipped, targets
 from cute_fp8.evidence import sass
 from cute_fp8.evidence.inspection import Inspection, gate_failures, inspect_kernel
 from cute_fp8.evidence.sass import Code
@@ -50,11 +49,11 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_tile_comes_with_every_epilogue_and_a_name_of_its_own() -> None:
-    configs = compiler.shipped_configs()
+    configs = shipped.shipped_configs()
     assert len({config.name for config in configs}) == len(configs)
     gemms = [config for config in configs if isinstance(config, GemmConfig)]
     for variant, tiles in TILES.items():
-        for tile, epilogue in product(tiles, compiler.EPILOGUES):
+        for tile, epilogue in product(tiles, shipped.EPILOGUES):
             assert gemms.count(GemmConfig(tile, epilogue, variant)) == 1
     for config in gemms:
         assert config.check() is config
@@ -71,9 +70,9 @@ def test_every_tile_comes_with_every_epilogue_and_a_name_of_its_own() -> None:
 
 
 def test_ops_is_a_glob_over_names() -> None:
-    names = [config.name for config in compiler.shipped_configs()]
+    names = [config.name for config in shipped.shipped_configs()]
     for glob in ("*", "*-128x128x128*", "*gelu", "*-float32", names[3]):
-        chosen = [config.name for config in compiler.shipped_configs(glob)]
+        chosen = [config.name for config in shipped.shipped_configs(glob)]
         parts = glob.split("*")
         assert chosen == [n for n in names if n.startswith(parts[0]) and n.endswith(parts[-1])
                           and all(part in n for part in parts)]  # fmt: skip
@@ -81,7 +80,7 @@ def test_ops_is_a_glob_over_names() -> None:
     with pytest.raises(
         ValueError, match=r"^ops: got 'gemm', must match a kernel name such as gemm_p"
     ):
-        compiler.shipped_configs("gemm")
+        shipped.shipped_configs("gemm")
 
 
 @pytest.mark.parametrize(
@@ -207,43 +206,6 @@ def test_the_smallest_tile() -> None:
     assert TileConfig(16, 32, 64, warps_m=1, warps_n=1, stages=2).check()
 
 
-# ------------------------------------------------------------------------- of sizes to come
-
-SIZES = [(1, 10240, 5120), (2048, 10240, 5120)]
-
-
-@pytest.mark.parametrize("target", ["sm_120a", "sm_90a"])
-def test_sizes_to_come_take_what_is_made_ready(target: str) -> None:
-    ready = compiler.configs_of(SIZES, target)
-    assert len(set(ready)) == len(ready)
-    capability = capability_of_target(target)
-    bf16 = torch.bfloat16
-    for m, n, k in SIZES:
-        for given in ({}, {"bias": bf16}, {"residual": bf16}, {"op": "gemm_gated"}):
-            options: dict[str, Any] = {"activation": "silu"} if "op" in given else {}
-            route = cute_fp8.explain(m=m, n=n, k=k, capability=capability, **given, **options).route
-            assert route is not None and route.pick is not None and route.pick.config in ready
-        for op in ("rmsnorm_quantize", "silu_mul_quantize", "attention_out_quantize"):
-            route = cute_fp8.explain(op, m=m, k=k, capability=capability).route
-            assert route is not None and route.rows is not None
-            assert replace(route.rows, round_twice="norm" in op) in ready
-
-
-def test_sizes_that_no_block_of_32_divides() -> None:
-    ready = compiler.configs_of([(4, 24, 48)], "sm_120a")
-    assert ready and not [c for c in ready if getattr(c, "variant", "") == "mxfp8"]
-    with pytest.raises(ValueError, match=r"^xq: got K = 40, must be a positive multiple of 16$"):
-        cute_fp8.compile("sm_120a", shapes=[(4, 24, 40)])
-
-
-def test_sizes_are_compiled(empty_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    monkeypatch.setattr(compiler, "build", lambda *a, **k: built.append(a[0]) or len(a))
-    report = cute_fp8.compile("sm_120a", "gemm_*", shapes=[(1, 64, 32)])
-    assert [line[0] for line in report] == [config.name for config in built]
-    assert {c.variant for c in built} == {"per_token", "mxfp8"}
-
-
 # ---------------------------------------------------------------------------- keeping
 
 
@@ -333,8 +295,8 @@ def test_a_missing_dsl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_given_target_counts_not_the_machine(tmp_path: Path) -> None:
     """No GPU, and the DSL's own variable names another architecture."""
     code = (
-        "import sys; from cute_fp8 import compiler\n"
-        "(config,) = compiler.shipped_configs(sys.argv[1])\n"
+        "import sys; from cute_fp8 import compiler, shipped\n"
+        "(config,) = shipped.shipped_configs(sys.argv[1])\n"
         "compiler.build(config, 'sm_121a', options='--keep-cubin --dump-dir ' + sys.argv[2])"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_90a"}

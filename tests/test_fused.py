@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cute_fp8
-from cute_fp8 import compiler
+from cute_fp8 import shipped
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.targets import ROWS_ONLY, TARGETS
 
@@ -33,7 +33,7 @@ def test_the_reference_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rope_kernels_are_shipped(target: str) -> None:
-    configs = compiler.shipped_configs("rope_append-*", target)
+    configs = shipped.shipped_configs("rope_append-*", target)
     assert len(configs) == 5 and all(isinstance(config, RopeConfig) for config in configs)
     assert {config.pdl for config in configs} == {target != "sm_89"}
     assert (target in ROWS_ONLY) == (not compiler_ships(target, "gemm*"))
@@ -41,6 +41,6 @@ def test_rope_kernels_are_shipped(target: str) -> None:
 
 def compiler_ships(target: str, ops: str) -> bool:
     try:
-        return bool(compiler.shipped_configs(ops, target))
+        return bool(shipped.shipped_configs(ops, target))
     except ValueError:
         return False

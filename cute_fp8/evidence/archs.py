@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cute_fp8.compiler import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
 from cute_fp8.environment import ROOT
 from cute_fp8.evidence import predictions
@@ -30,6 +29,7 @@ from cute_fp8.evidence.files import (
     summary,
     where,
 )
+from cute_fp8.shipped import shipped_configs
 from cute_fp8.targets import Capability, target_of
 
 ARCHS = ROOT / "ARCHS.md"

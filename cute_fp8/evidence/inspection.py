@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cute_fp8 import compiler, workers
+from cute_fp8 import compiler, shipped, workers
 from cute_fp8.evidence.sass import Code, read_cubin
 from cute_fp8.kernels.config import (
     MAX_WARP_TILE,
@@ -147,13 +147,13 @@ def inspected_configs(ops: str | None = None, target: str | None = None) -> list
         ValueError: nothing matches ``ops``.
     """
     if target in ROWS_ONLY:
-        return compiler.shipped_configs(ops, target)
+        return shipped.shipped_configs(ops, target)
     if target == "sm_90a":
-        return compiler.shipped_configs(ops, target)
+        return shipped.shipped_configs(ops, target)
     plain = EpilogueConfig()
     options = ({"dynamic": True}, {"pdl": True})
     on_request = [GemmConfig(TILES[v][0], plain, v, **how) for v in TILES for how in options]
-    return compiler.matching([*compiler.shipped_configs(target=target), *on_request], ops)
+    return shipped.matching([*shipped.shipped_configs(target=target), *on_request], ops)
 
 
 def _inspect(kernel: tuple[Config, str]) -> Inspection:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cute_fp8 import compiler
+from cute_fp8 import compiler, shipped
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.launch import Descriptor, Launch, Pointer, describe
@@ -225,10 +225,10 @@ def verified_configs(ops: str | None = None) -> list[Config]:
     """
     configs = [
         config
-        for config in compiler.shipped_configs()
+        for config in shipped.shipped_configs()
         if not isinstance(config, GemmConfig) or config.epilogue == EpilogueConfig()
     ]
-    return compiler.matching(configs, ops)
+    return shipped.matching(configs, ops)
 
 
 def verify_kernels(targets: list[str], ops: str | None = None) -> Iterator[Proof]:

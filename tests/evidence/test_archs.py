@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import compiler, environment, kernel_sources
+from cute_fp8 import environment, kernel_sources, shipped
 from cute_fp8.dispatch import TABLE, Entry, _always
 from cute_fp8.evidence import archs, verify
 from cute_fp8.evidence.archs import (
@@ -131,8 +131,8 @@ def test_every_shipped_kernel_has_been_inspected(target: str) -> None:
     file = RESULTS / target / "static.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     found = {i["kernel"] for i in data["inspections"] if i["target"] == target}
-    shipped = {config.name for config in compiler.shipped_configs(target=target)}
-    assert shipped <= found, "stale: run `make inspect archs`"
+    names = {config.name for config in shipped.shipped_configs(target=target)}
+    assert names <= found, "stale: run `make inspect archs`"
 
 
 def test_every_gemm_of_sm_120_has_been_proved() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_fp8 import cli, compiler
+from cute_fp8 import cli, shipped
 from cute_fp8.evidence import verify
 from cute_fp8.evidence.verify import build_ptx, check_ptx, launch_of, verify_kernel
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
@@ -57,7 +57,7 @@ def test_kernels_of_every_kind_are_proved(config: GemmConfig) -> None:
 
 def test_what_is_checked_is_all_that_is_shipped_but_for_epilogues() -> None:
     checked = verify.verified_configs()
-    for config in compiler.shipped_configs():
+    for config in shipped.shipped_configs():
         if isinstance(config, GemmConfig):
             config = replace(config, epilogue=EpilogueConfig())
         assert config in checked

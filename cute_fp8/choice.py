@@ -19,7 +19,7 @@ Tile = TileConfig | HopperTile
 
 _HOPPER_TILE = re.compile(
     r"(\d+)x(\d+)x128_s(\d+)_g(\d+)p(\d+)(_swap)?(?:_split(\d+))?(?:_shared(\d+))?"
-    r"(_pingpong)?"
+    r"(_pingpong)?(_dynamic)?"
 )
 _TILE = re.compile(r"(\d+)x(\d+)x(\d+)_s(\d+)_w(\d+)x(\d+)(_swap)?(_pingpong)?")
 _SPLIT = re.compile(r"split(\d+)")
@@ -32,7 +32,8 @@ class Choice:
     Attributes:
         splits: ranges that the k-tiles of each tile are cut into; 1 for none. A Hopper tile has
             its own.
-        dynamic: tiles are handed out by the hardware (cluster launch control), sm_120 only.
+        dynamic: tiles are handed out by the hardware (cluster launch control), sm_120 only. A
+            Hopper tile has its own way.
         pdl: programmatic dependent launch.
     """
 
@@ -96,7 +97,8 @@ class Pick:
     @property
     def choice(self) -> Choice:
         """It without its epilogue and variant."""
-        return Choice(self.config.tile, self.splits, self.config.dynamic, self.config.pdl)
+        dynamic = isinstance(self.config, GemmConfig) and self.config.dynamic
+        return Choice(self.config.tile, self.splits, dynamic, self.config.pdl)
 
     @property
     def name(self) -> str:
@@ -141,8 +143,8 @@ def _hopper_choice(name: str, found: re.Match[str], pdl: bool) -> Choice:
     m, n, stages, warpgroups, part = map(int, found.groups()[:5])
     swap, splits, sharers = found[6] is not None, int(found[7] or 1), int(found[8] or 1)
     if min(m, n, stages, warpgroups, part, splits, sharers) > 0:
-        pingpong = found[9] is not None
-        tile = HopperTile(m, n, part, warpgroups, stages, swap, splits, sharers, pingpong)
+        pingpong, dynamic = found[9] is not None, found[10] is not None
+        tile = HopperTile(m, n, part, warpgroups, stages, swap, splits, sharers, pingpong, dynamic)
         choice = Choice(tile, pdl=pdl)
         if choice.name == name:
             return choice.check()

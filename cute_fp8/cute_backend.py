@@ -15,11 +15,12 @@ from cute_fp8.frozen import frozen_blocks
 from cute_fp8.kernels.config import (
     MMA_K,
     MX_BLOCK,
-    GemmConfig,
+    WORKSPACE_COUNTERS,
     RelayoutConfig,
     workspace_words,
 )
-from cute_fp8.kernels.configs import Config
+from cute_fp8.kernels.config_sm90 import HopperConfig
+from cute_fp8.kernels.configs import AnyGemm, Config
 from cute_fp8.kernels.mlp_config import MlpConfig
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.kernels.row_config import RowConfig
@@ -48,9 +49,7 @@ class CuteGemm:
         self.ctas = _sm_count(problem.device)
         self.problem = problem
         config, splits = self.pick.config, self.pick.splits
-        self.workspace_words = 0
-        if isinstance(config, GemmConfig):
-            self.workspace_words = workspace_words(config, problem.m, problem.n, splits)
+        self.workspace_words = scratch_words(config, problem.m, problem.n, splits)
         self.submit = self._submit()
         self.blocks: ScaleBlocks | None = None
         if problem.variant == "mxfp8" and not (problem.sx_blocked and problem.sw_blocked):
@@ -75,7 +74,7 @@ class CuteGemm:
         """Matrices and vectors, as the kernel takes them."""
         p, kernel, ctas = self.problem, self.kernel, self.ctas
         # Scales to write or a workspace to find: the longer way to the launch.
-        more = self.pick.splits > 1 or self.pick.config.epilogue.mx
+        more = self.workspace_words > 0 or self.pick.config.epilogue.mx
         submit = self.submit
         empty_like, contiguous = torch.empty_like, torch.contiguous_format
         # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
@@ -118,7 +117,7 @@ class CuteGemm:
         numel = blocked_numel(p.m, p.out_columns // MX_BLOCK) if self.pick.config.epilogue.mx else 0
 
         def submit(*matrices: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-            scratch = None if splits is None else workspace(p.device, words)
+            scratch = workspace(p.device, words) if words else None
             scales = torch.empty(numel, dtype=E8M0, device=p.device) if numel else None
             kernel(*matrices, scales, scratch, splits, ctas)
             y = matrices[-1]
@@ -254,6 +253,13 @@ class ScaleBlocks:
         return blocked
 
 
+def scratch_words(config: AnyGemm, m: int, n: int, splits: int) -> int:
+    """32-bit words of workspace that a launch needs: for split-K, or a counter of tiles."""
+    if isinstance(config, HopperConfig):
+        return WORKSPACE_COUNTERS if config.dynamic else 0
+    return workspace_words(config, m, n, splits) if config.split_k else 0
+
+
 def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -> None:
     """Run the kernel on a tiny problem: the driver loads its code at the first launch."""
 
@@ -277,7 +283,7 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
         else:
             m, n, k, epilogue = 1, config.tile.n, MMA_K, config.epilogue
             columns = n // 2 if epilogue.gated else n
-            words = workspace_words(config, m, n, 1) if isinstance(config, GemmConfig) else 0
+            words = scratch_words(config, m, n, 1)
             codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
             vector = zeros((n,), "float32")
             kernel(
@@ -289,7 +295,7 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
                 zeros((m, columns), epilogue.residual) if epilogue.residual else None,
                 zeros((m, columns), epilogue.out),
                 scales(m) if epilogue.mx else None,
-                zeros((words,), "int32") if config.split_k else None,
+                zeros((words,), "int32") if words else None,
                 1 if config.split_k else None,
                 1,
             )

@@ -39,7 +39,7 @@ EPILOGUE_CLK, BOXED_CLK, OUTPUT_CLK = 1065.0, 6.0, 19.5
 SPLIT_US = 1.8
 #: What a k-tile takes of what it would without, where CTAs share loads: they wait for each other,
 #: which pays where operands and output are so large that L2 holds little of them.
-SHARED, SHARED_LARGE, LARGE_BYTES = 1.03, 0.98, 150e6
+SHARED, SHARED_LARGE, LARGE_BYTES = 1.05, 1.01, 150e6
 
 
 def predict_hopper(config: HopperConfig, gpu: Gpu, m: int, n: int, k: int) -> Prediction:
@@ -89,5 +89,7 @@ def _k_tile_clk(config: HopperConfig, active: float) -> float:
         least = min(PRECISE_SHARE.values())
         share = PRECISE_SHARE.get((tile.warpgroups, tile.sets(fast_accum=False)), least)
     own = max(K_TILE_CLK, flops / FLOPS_PER_CLK / share, config.stage_bytes / SM_BYTES_PER_CLK)
-    loads = config.stage_bytes * active / L2_BYTES_PER_CLK
+    # What CTAs share L2 delivers once.
+    shared = max(tile.m, tile.n) * tile.k * (tile.sharers - 1) / tile.sharers
+    loads = (config.stage_bytes - shared) * active / L2_BYTES_PER_CLK
     return float((own**L2_OVERLAP + loads**L2_OVERLAP) ** (1 / L2_OVERLAP))

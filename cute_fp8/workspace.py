@@ -1,4 +1,5 @@
-"""Scratch memory of split-K kernels: zeroed once, one per device and stream, or per graph.
+"""Scratch memory of kernels with split-K or a counter of tiles: zeroed once, one per device and
+stream, or per graph.
 
 Such a kernel finds its counters at 0 and leaves them at 0, so that launches that follow one another
 share a workspace; launches that may overlap must not. Streams therefore have one each. A graph may

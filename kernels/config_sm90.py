@@ -16,13 +16,15 @@ WARPGROUP = WARPGROUP_WARPS * WARP_SIZE
 #: into one partial sum.
 WGMMA_K, TILE_K = 32, 128
 SMEM_LIMIT_SM90 = 232_448
+#: Shared memory for the next tile of a dynamic schedule.
+ANSWER_BYTES = 16
 #: Registers of an SM, per thread of one warpgroup; what the producer's keep; most of a thread.
 SM_REGISTERS, PRODUCER_REGISTERS, MOST_REGISTERS = 512, 24, 240
 #: Registers of an MMA thread that are not accumulators.
 OTHER_REGISTERS = 32
-#: K-tiles whose partial sums overlap before the tensor core is waited for: chains of the first
-#: length as long as there are k-tiles for one, then of the next. Only large tiles have the longest:
-#: their code takes a while to fetch.
+#: Groups of MMAs whose partial sums overlap before the tensor core is waited for: chains of the
+#: first length as long as there are k-tiles for one, then of the next. Only large tiles have the
+#: longest: their code takes a while to fetch.
 LINKS, LARGE = (16, 8, 1), 128 * 128
 #: What is stored at once, through shared memory: a row of 128 bytes, the widest swizzle row. A
 #: warpgroup has two such boxes where there is room.
@@ -58,6 +60,8 @@ class HopperTile:
         sharers: a cluster of this many CTAs works on neighbouring tiles, and loads the operand that
             they share, the larger one, once for all (TMA multicast).
         pingpong: see above. Without promotion only: one warpgroup keeps the tensor core busy.
+        dynamic: a CTA takes its next tile when it is done with one, from a counter in global
+            memory. With a fixed list of them the SMs that L2 serves last end last.
     """
 
     m: int
@@ -69,6 +73,7 @@ class HopperTile:
     splits: int = 1
     sharers: int = 1
     pingpong: bool = False
+    dynamic: bool = False
 
     #: As ``TileConfig`` has it.
     k = TILE_K
@@ -188,7 +193,7 @@ class HopperTile:
         name += "_swap" * self.swap_ab
         name += f"_split{self.splits}" if self.splits > 1 else ""
         name += f"_shared{self.sharers}" if self.sharers > 1 else ""
-        return name + "_pingpong" * self.pingpong
+        return name + "_pingpong" * self.pingpong + "_dynamic" * self.dynamic
 
     def fits(self, fast_accum: bool) -> bool:
         """Whether a thread has registers for its sums, and the mode is one of the tile's."""
@@ -211,7 +216,8 @@ class HopperTile:
         """K-tiles of each kind of chain; without a second set of partial sums, nothing overlaps."""
         if self.sets(fast_accum) < 2:
             return LINKS[-1:]
-        return LINKS if self.m * self.n >= LARGE else LINKS[1:]
+        groups = LINKS if self.m * self.n >= LARGE else LINKS[1:]
+        return tuple(dict.fromkeys(max(1, count // self.parts) for count in groups))
 
     def check(self) -> HopperTile:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""
@@ -233,6 +239,8 @@ class HopperTile:
             raise ValueError(f"tile {self.name}: part must be a multiple of {PIECE} * owners")
         if self.sharers > 1 and (self.splits > 1 or self.swap_ab):
             raise ValueError(f"tile {self.name}: with splits or swap_ab there are no sharers")
+        if self.dynamic and (self.cluster > 1 or self.pingpong):
+            raise ValueError(f"tile {self.name}: a dynamic one has no cluster and no ping-pong")
         if max(self.m, self.n) > 256:
             raise ValueError(f"tile {self.name}: a TMA box side is at most 256")
         if self.stages < 2:
@@ -258,7 +266,12 @@ class HopperConfig:
     module = "gemm_sm90"
     multiplies = True
     #: As ``GemmConfig`` has them.
-    variant, block_scaled, split_k, dynamic, k_granule = "per_token", False, False, False, 1
+    variant, block_scaled, split_k, k_granule = "per_token", False, False, 1
+
+    @property
+    def dynamic(self) -> bool:
+        """The tile's."""
+        return self.tile.dynamic
 
     @property
     def stages(self) -> int:
@@ -272,8 +285,9 @@ class HopperConfig:
 
     @property
     def barriers(self) -> int:
-        """Full and empty, per stage; a turn for each ping-pong group."""
-        return 2 * self.tile.stages + (self.tile.groups if self.tile.pingpong else 0)
+        """Full and empty, per stage; a turn for each ping-pong group; the next tile's, likewise."""
+        turns = self.tile.groups if self.tile.pingpong else 0
+        return 2 * self.tile.stages + turns + (2 if self.dynamic else 0)
 
     @property
     def part_boxes(self) -> int:
@@ -304,7 +318,9 @@ class HopperConfig:
     @property
     def _bytes_without_boxes(self) -> int:
         scales = 4 * self.tile.warpgroups * self.tile.staged_scales
-        return self.tile.stages * self.stage_bytes + self.barriers * MBARRIER_BYTES + scales
+        answer = ANSWER_BYTES if self.dynamic else 0
+        barriers = self.barriers * MBARRIER_BYTES
+        return self.tile.stages * self.stage_bytes + barriers + answer + scales
 
     @property
     def name(self) -> str:

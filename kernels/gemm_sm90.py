@@ -23,6 +23,10 @@ In ping-pong each warpgroup takes every second of the CTA's tiles, the first its
 multiplies when it has the *turn*, which the other hands over with its last MMAs, and passes over
 the other's stages of the ring.
 
+With a dynamic tile, CTAs begin with one each and take every further one from a counter in the
+workspace: the producer asks for it a tile ahead, and tells the MMA warps through shared memory.
+With fixed lists all wait for the slowest, and which are slow is a matter of where SMs lie.
+
 With ``splits`` the CTAs of a cluster share an output tile's k-tiles (``exchange.py``); such a grid
 has a cluster for every tile, so that each CTA works on one.
 """
@@ -34,6 +38,7 @@ from typing import Any
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int16, Int32, cute
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from .barriers import wait
@@ -46,7 +51,7 @@ from .gemm_sm120 import fake_arguments
 from .mainloop_sm90 import HopperMainloop
 from .prefetch import tma_prefetch
 from .ring import Loads, Ring, advance, make_ring, skip
-from .scheduler import Scheduler, Work
+from .scheduler import Answers, Scheduler, Work
 from .smem import Sharing, tma_load, tma_load_atom
 from .staging import fetch, put_down
 
@@ -82,8 +87,8 @@ class GemmSm90:
     ):
         """Launch on ``stream``, for ``max_ctas`` SMs.
 
-        Tensors as in ``gemm_sm120.fake_arguments``; ``out_scales``, ``workspace`` and ``splits``
-        are None.
+        Tensors as in ``gemm_sm120.fake_arguments``; ``out_scales`` and ``splits`` are None, and so
+        is ``workspace`` but for a dynamic tile, whose first word is 0 and is left 0.
         """
         tile, config = self.tile, self.config
         m, n, k = xq.shape[0], wq.shape[0], xq.shape[1]
@@ -105,10 +110,13 @@ class GemmSm90:
         if cutlass.const_expr(tile.splits == 1):
             clusters = cutlass.min(clusters, max_ctas // tile.cluster)
         operands = EpilogueOperands(out, out_scales, sx, sw, bias, residual)
+        counter = None
+        if cutlass.const_expr(tile.dynamic):
+            counter = workspace.iterator
         store = None
         if cutlass.const_expr(self.boxed):
             store = self.box_store.atom(out)
-        self.kernel(loads, store, operands, work, m, n).launch(
+        self.kernel(loads, store, operands, counter, work, m, n).launch(
             grid=(clusters * tile.cluster, 1, 1),
             block=(tile.threads, 1, 1),
             cluster=(tile.cluster, 1, 1),
@@ -126,6 +134,7 @@ class GemmSm90:
         loads: Loads,
         store: Any,
         operands: EpilogueOperands,
+        counter: Any,
         work: Work,
         m: Int32,
         n: Int32,
@@ -148,7 +157,7 @@ class GemmSm90:
         if warp >= self.tile.mma_warps:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == self.tile.mma_warps:
-                self.load(loads, ring, work)
+                self.load(loads, ring, counter, work)
             if cutlass.const_expr(self.tile.splits > 1):
                 for _ in cutlass.range_constexpr(MEETINGS):
                     meet()
@@ -181,7 +190,7 @@ class GemmSm90:
             tma_prefetch(weights, tile_of_weights, stages[None, None, 0], self.sharing(ctas))
 
     @cute.jit
-    def load(self, loads: Loads, ring: Ring, work: Work):
+    def load(self, loads: Loads, ring: Ring, counter: Any, work: Work):
         """Producer warp: fill the ring with the k-tiles of this CTA's units of work, in order."""
         tile, config = self.tile, self.config
         tiles_a = cute.local_tile(loads.a.tma_tensor, (tile.rows_a, tile.k), (None, None))
@@ -192,7 +201,11 @@ class GemmSm90:
         sharing_a, sharing_b = self.sharing(tile.sharers_n), self.sharing(tile.sharers_m)
         unit, step, _ = self.place()
         k_first, k_end = self.k_range(work)
+        answer_phase = Int32(0)
         while unit < self.scheduler.units(work):
+            if cutlass.const_expr(tile.dynamic):
+                # Long before it is needed: the answer takes a trip to L2.
+                step = self.taken(counter, work) - unit
             part = self.scheduler.tile(unit, work)
             a, b = self.by_side(*self.own_tile(part.row, part.column))
             for k_tile in cutlass.range(k_first, k_end, unroll=1):
@@ -205,6 +218,43 @@ class GemmSm90:
                 tma_load(loads.b, tile_b, ring.b[None, None, stage], full, sharing_b)
                 stage, phase = advance(stage, phase, tile.stages)
             unit += step
+            if cutlass.const_expr(tile.dynamic):
+                self.tell(ring.answers, unit, answer_phase)
+                answer_phase = answer_phase ^ 1
+
+    @cute.jit
+    def taken(self, counter: Any, work: Work) -> Int32:
+        """Producer warp: a unit that nobody has, or one past the last.
+
+        Each unit but the first of each CTA is asked for once, and each CTA asks once in vain: as
+        often as there are units. The last to ask leaves the counter as it was found, at 0.
+        """
+        ctas, _, _ = cute.arch.grid_dim()
+        before = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            if before == self.scheduler.units(work) - 1:
+                cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+        return cute.arch.shuffle_sync(before, 0) + ctas
+
+    @cute.jit
+    def tell(self, answers: Answers, unit: Int32, phase: Int32):
+        """Producer warp: hand the next unit on to the MMA warps, once all have read the last."""
+        wait(answers.empty, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.make_tensor(answers.unit, cute.make_layout(1))[0] = unit
+            cute.arch.mbarrier_arrive(answers.full)
+            cute.arch.mbarrier_arrive(answers.empty)
+
+    @cute.jit
+    def told(self, answers: Answers, phase: Int32) -> Int32:
+        """MMA warps: the next unit."""
+        wait(answers.full, phase)
+        unit = cute.make_tensor(answers.unit, cute.make_layout(1))[0]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(answers.empty)
+        return Int32(unit)
 
     @cute.jit
     def mma(
@@ -232,6 +282,7 @@ class GemmSm90:
         k_first, k_end = self.k_range(work)
         # A fresh barrier counts as having completed phase 1: the first turn is group 0's.
         turn_phase = group ^ 1
+        answer_phase = Int32(0)
         if cutlass.const_expr(tile.pingpong):
             if group == 1:
                 stage, phase = skip(stage, phase, k_end, tile.stages)
@@ -257,7 +308,11 @@ class GemmSm90:
                 rank = Int32(0)
             if rank < tile.owners:
                 self.finish(sums, boxes, staged, m, n, token, channel, group, warp % 4, lane, rank)
-            unit += tile.groups * step
+            if cutlass.const_expr(tile.dynamic):
+                unit = self.told(ring.answers, answer_phase)
+                answer_phase = answer_phase ^ 1
+            else:
+                unit += tile.groups * step
         if cutlass.const_expr(self.boxed):
             self.box_store.drain(warp % 4)
 
@@ -338,6 +393,10 @@ class GemmSm90:
         return rank * work.k_tiles // splits, (rank + 1) * work.k_tiles // splits
 
 
+#: Which of the arguments the workspace is.
+_WORKSPACE = 8
+
+
 def make(config: HopperConfig, target: str) -> tuple[GemmSm90, list[object]]:
     """The kernel for ``target``, and what to compile it with.
 
@@ -346,4 +405,8 @@ def make(config: HopperConfig, target: str) -> tuple[GemmSm90, list[object]]:
     """
     if target != "sm_90a":
         raise ValueError(f"target: got {target!r}, must be sm_90a")
-    return GemmSm90(config.check()), fake_arguments(config)
+    arguments = fake_arguments(config)
+    if config.dynamic:
+        words = cute.sym_int64()
+        arguments[_WORKSPACE] = make_fake_tensor(Int32, (words,), (1,), assumed_align=16)
+    return GemmSm90(config.check()), arguments

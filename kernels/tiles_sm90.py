@@ -30,8 +30,9 @@ def _tile(
     splits: int = 1,
     sharers: int = 1,
     pingpong: bool = False,
+    dynamic: bool = False,
 ) -> HopperTile:
-    tile = HopperTile(m, n, part, warpgroups, 2, False, splits, sharers, pingpong)
+    tile = HopperTile(m, n, part, warpgroups, 2, False, splits, sharers, pingpong, dynamic)
     return filled(tile)
 
 
@@ -43,13 +44,14 @@ def _few(m: int, splits: int = 1) -> HopperTile:
 TILES_SM90 = (
     _tile(128, 128, 128, 2),
     _tile(256, 128, 128, 2),
+    # Half the columns at a time: two sets of partial sums then fit beside 128 totals.
+    _tile(256, 128, 64, 2, dynamic=True),
     _tile(192, 128, 128, 3),
     _tile(192, 128, 128, 3, sharers=2),
     _tile(128, 192, 192, 2),
     # For few hundred tokens: enough tiles for every SM.
     _tile(64, 64, 64, 1),
-    _tile(64, 96, 96, 1),
-    _tile(64, 128, 128, 1),
+    _tile(64, 96, 96, 1, sharers=2),
     _tile(128, 64, 64, 2),
     _tile(128, 96, 96, 2),
     _tile(128, 64, 64, 2, splits=2),

@@ -45,6 +45,9 @@ def test_shared_memory_is_full(tile: HopperTile) -> None:
         ({"splits": 2, "sharers": 2}, "with splits or swap_ab there are no sharers"),
         ({"pingpong": True, "warpgroups": 3, "m": 192}, "ping-pong is of 2 warpgroups, without"),
         ({"pingpong": True}, "ping-pong is for fast_accum alone"),
+        ({"dynamic": True, "splits": 2}, "a dynamic one has no cluster and no ping-pong"),
+        ({"dynamic": True, "sharers": 2}, "a dynamic one has no cluster and no ping-pong"),
+        ({"dynamic": True, "pingpong": True}, "a dynamic one has no cluster and no ping-pong"),
         (
             {"m": 256, "part": 64, "stages": 2, "n": 256},
             "a thread's sums, totals and partial ones, must be at most 208",
@@ -55,6 +58,26 @@ def test_rules(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=r"^tile ") as refusal:
         HopperConfig(replace(TILE, **changes), EpilogueConfig()).check()
     assert message in str(refusal.value)
+
+
+def test_narrow_parts_make_room_for_two_sets() -> None:
+    wide = HopperTile(256, 128, 128, warpgroups=2, stages=4)
+    narrow = replace(wide, part=64)
+    assert (wide.sets(False), narrow.sets(False)) == (1, 2)
+    # As many MMAs in flight as with one part of a k-tile, however many parts there are.
+    assert narrow.links(False) == (4, 2, 1) and replace(TILE, n=128).links(False) == (16, 8, 1)
+    assert HopperConfig(replace(narrow, dynamic=True), EpilogueConfig()).barriers == 2 * 4 + 2
+
+
+def test_shared_loads_are_cheaper() -> None:
+    """Where L2 is what limits."""
+    alone = HopperTile(64, 96, 96, warpgroups=1, stages=11)
+    shared = replace(alone, sharers=2)
+    alone_us, shared_us = (
+        predict_hopper(HopperConfig(tile, EpilogueConfig()), gpus.H200, 128, 6144, 4096).us
+        for tile in (alone, shared)
+    )
+    assert shared_us < alone_us
 
 
 def test_a_tile_of_another_kernel_is_refused() -> None:

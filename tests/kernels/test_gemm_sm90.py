@@ -127,6 +127,34 @@ def test_weights_may_come_from_the_kernel_before(backend, tile):
         assert torch.equal(bits(), expected)
 
 
+def test_counters_of_tiles_are_not_shared(backend):
+    """Launches that overlap, on two streams and by a graph, each have all tiles computed once; and
+    one after the other on a stream with fewer and with more SMs' worth of tiles.
+    """
+    dynamic = next(tile for tile in PRECISE if tile.dynamic)
+    cases = [exact_case(m, 1544, 400, seed=m) for m in (40, 12800, 2600)]
+    right = [case.exact()[0] for case in cases]
+    other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with cute_fp8.use(config=dynamic):
+        for case, exact in zip(cases, right, strict=True):
+            assert torch.equal(case.run().double(), exact)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = [case.run() for case in cases]
+        for _ in range(5):
+            for y in captured:
+                y.zero_()
+            torch.cuda.synchronize()
+            graph.replay()
+            with torch.cuda.stream(other):
+                there = [case.run() for case in cases * 3]
+            here = [case.run() for case in cases * 3]
+            torch.cuda.synchronize()
+            for results in (captured, there, here):
+                for i, y in enumerate(results):
+                    assert torch.equal(y.double(), right[i % 3])
+
+
 @pytest.mark.parametrize("k", [4096, 14336])
 def test_promotion_is_what_makes_it_accurate(backend, k):
     """The negative control: without it, errors grow along K."""
@@ -137,8 +165,10 @@ def test_promotion_is_what_makes_it_accurate(backend, k):
         return ((y.double() - exact).norm() / exact.norm()).item()
 
     # Without splits: they would cut the sums short, and promote at each cut.
+    for tile in (tile for tile in PRECISE if tile.splits == 1 and tile.m >= 128):
+        with cute_fp8.use(config=tile):
+            assert error(case.run()) <= 1.5e-4
     with cute_fp8.use(config=FAST[0]):
-        assert error(case.run()) <= 1.5e-4
         assert 1e-3 < error(fast(case).run()) < 1e-2
 
 

@@ -3,8 +3,8 @@ r"""A small workload for compute-sanitizer: every tile, tails in M, N and K, a s
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
         python tests/sanitize.py
 
-and the same with ``--tool racecheck`` and ``--tool synccheck``. With ``hopper``, Hopper's own
-kernel alone.
+and the same with ``--tool racecheck`` and ``--tool synccheck``. With ``hopper`` Hopper's own kernel
+alone, with ``hopper 0/2`` and ``hopper 1/2`` half of its tiles each.
 
 Prints one line per call and exits 0 if all results are right; the sanitizer adds its findings.
 """
@@ -56,10 +56,15 @@ def hopper_cases(tile: HopperTile, fast: bool) -> Iterator[GemmCase]:
     yield replace(short, xq=xq, wq=wq, options=options)
 
 
-def wrong_on_hopper() -> int:
-    """How many elements of its own kernel's results are wrong, with early launches and without."""
+def wrong_on_hopper(part: str = "0/1") -> int:
+    """How many elements of its own kernel's results are wrong, with early launches and without.
+
+    Args:
+        part: of the tiles, which of how many.
+    """
     wrong = 0
-    for tile in TILES_SM90:
+    first, parts = map(int, part.split("/"))
+    for tile in TILES_SM90[first::parts]:
         for fast in (False, True):
             if not tile.fits(fast):
                 continue
@@ -79,8 +84,9 @@ def main() -> int:
     backend = "cute" if capability[0] == 12 else "stand-in"
     # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
     cute_backend._sm_count = lambda device: 2
-    wrong = wrong_on_hopper() if capability == (9, 0) else 0
-    if sys.argv[1:] == ["hopper"]:
+    only_hopper, *part = sys.argv[1:] or [""]
+    wrong = wrong_on_hopper(*part) if capability == (9, 0) else 0
+    if only_hopper == "hopper":
         return int(wrong > 0)
     for variant, tiles in TILES.items():
         for tile in tiles:

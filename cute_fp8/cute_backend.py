@@ -15,7 +15,6 @@ from cute_fp8.frozen import frozen_blocks
 from cute_fp8.kernels.config import (
     MMA_K,
     MX_BLOCK,
-    WORKSPACE_COUNTERS,
     RelayoutConfig,
     workspace_words,
 )
@@ -256,7 +255,7 @@ class ScaleBlocks:
 def scratch_words(config: AnyGemm, m: int, n: int, splits: int) -> int:
     """32-bit words of workspace that a launch needs: for split-K, or a counter of tiles."""
     if isinstance(config, HopperConfig):
-        return WORKSPACE_COUNTERS if config.dynamic else 0
+        return int(config.dynamic)
     return workspace_words(config, m, n, splits) if config.split_k else 0
 
 

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 #: Pieces that are stored together, one by each lane of a quad.
 GROUP = STORE_COLUMNS // PIECE
+#: Registers for the residual of groups to come; where scales are in shared memory, and not there.
+#: It cannot be read behind a store, which might be to the same place for all that the compiler
+#: knows: read group by group, every one would be waited for.
+RESIDUAL_WORDS = {True: 32, False: 16}
 _LOG2_E = math.log2(math.e)
 
 
@@ -115,6 +119,15 @@ class Epilogue:
         #: Pieces of one group: side by side, and below each other.
         self.across = min(GROUP, self.out_columns)
         self.down = GROUP // self.across
+        #: The first piece of every group.
+        self.groups = [
+            (i, j)
+            for i in range(0, self.rows, self.down)
+            for j in range(0, self.out_columns, self.across)
+        ]
+        #: Groups whose residual is read ahead.
+        width = 0 if config.residual is None else DTYPES[config.residual].width
+        self.ahead = RESIDUAL_WORDS[staged] * 32 // (2 * GROUP * width or 1)
 
     @cute.jit
     def __call__(
@@ -140,25 +153,31 @@ class Epilogue:
             transpose_pieces(acc, lane)
         quad, lane_in_quad = lane // 4, lane % 4
         channels = self._channel_values(operands, n, first_column + 2 * lane_in_quad)
-        for i in cutlass.range_constexpr(0, self.rows, self.down):
-            row_scales = self._row_scales(operands, m, first_row + i * PIECE + quad)
-            for j in cutlass.range_constexpr(0, self.out_columns, self.across):
-                values = cute.make_rmem_tensor((2, GROUP), Float32)
-                for piece in cutlass.range_constexpr(GROUP):
-                    below, beside = piece // self.across, j + piece % self.across
-                    for e in cutlass.range_constexpr(2):
-                        values[e, piece] = Float32(0.0)
-                        if cutlass.const_expr(i + below < self.rows):
-                            values[e, piece] = self._value(
-                                acc, row_scales[below], channels, e, i + below, beside
-                            )
-                place = self._place(i, j, m, n, first_row + quad, first_column, lane_in_quad)
-                if cutlass.const_expr(self.config.residual is not None):
-                    self._add_residual(values, operands.residual, place, m, n, lane_in_quad)
-                if cutlass.const_expr(self.config.mx):
-                    self._store_mx(values, operands, place, n, lane_in_quad)
-                else:
-                    self._store(values, operands.out, place, lane_in_quad)
+        row_scales, residuals = None, None
+        for number in cutlass.range_constexpr(len(self.groups)):
+            i, j = self.groups[number]
+            if cutlass.const_expr(j == 0):
+                row_scales = self._row_scales(operands, m, first_row + i * PIECE + quad)
+            values = cute.make_rmem_tensor((2, GROUP), Float32)
+            for piece in cutlass.range_constexpr(GROUP):
+                below, beside = piece // self.across, j + piece % self.across
+                for e in cutlass.range_constexpr(2):
+                    values[e, piece] = Float32(0.0)
+                    if cutlass.const_expr(i + below < self.rows):
+                        values[e, piece] = self._value(
+                            acc, row_scales[below], channels, e, i + below, beside
+                        )
+            place = self._place(i, j, m, n, first_row + quad, first_column, lane_in_quad)
+            if cutlass.const_expr(self.config.residual is not None):
+                if cutlass.const_expr(number % self.ahead == 0):
+                    residuals = self._residuals(
+                        number, operands.residual, m, n, first_row + quad, first_column, lane
+                    )
+                self._add_residual(values, residuals[number % self.ahead], lane_in_quad)
+            if cutlass.const_expr(self.config.mx):
+                self._store_mx(values, operands, place, n, lane_in_quad)
+            else:
+                self._store(values, operands.out, place, lane_in_quad)
 
     @cute.jit
     def _row_scales(self, operands: EpilogueOperands, m: Int32, row: Int32):
@@ -251,20 +270,35 @@ class Epilogue:
         return Place(row, column, exists)
 
     @cute.jit
-    def _add_residual(
+    def _residuals(
         self,
-        values: cute.Tensor,
+        number: cutlass.Constexpr,
         residual: cute.Tensor,
-        place: Place,
         m: Int32,
         n: Int32,
-        lane_in_quad: Int32,
+        first_row: Int32,
+        first_column: Int32,
+        lane: Int32,
     ):
+        """Start to read what is added at a lane's places, in as many groups from one on as there
+        are registers for.
+        """
+        return [
+            self._read(residual, self._place(i, j, m, n, first_row, first_column, lane % 4), m, n)
+            for i, j in self.groups[number : number + self.ahead]
+        ]
+
+    @cute.jit
+    def _read(self, residual: cute.Tensor, place: Place, m: Int32, n: Int32) -> cute.Tensor:
         # n is a multiple of 8: a piece is inside or outside as a whole.
         row = cutlass.min(place.row, m - 1)
         column = cutlass.min(place.column, n // self.ratio - PIECE)
         read = cute.make_rmem_tensor((2, GROUP), residual.element_type)
         read.store(_lane_columns(residual, row, column).load().reshape((2, GROUP)))
+        return read
+
+    @cute.jit
+    def _add_residual(self, values: cute.Tensor, read: cute.Tensor, lane_in_quad: Int32):
         transpose_planes(cute.recast_tensor(read, Int32), lane_in_quad)
         for piece in cutlass.range_constexpr(GROUP):
             for e in cutlass.range_constexpr(2):

@@ -164,17 +164,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
     Returns:
         ``[B, H, S, D]``.
     """
-    batch, tokens, heads, dim = q.shape
+    tokens, heads = q.shape[1:3]
     keys, length = k.shape[1], k.shape[2]
-    if tokens == 1 and mask is None:
-        # All that a group of heads attends to is the same: they are a group of queries.
-        o = F.scaled_dot_product_attention(q.view(batch, keys, heads // keys, dim), k, v)
-        return o.reshape(batch, heads, 1, dim)
     grouped = heads != keys
     q = q.transpose(1, 2)
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    if not causal or length == tokens:
+    if not causal or tokens in (1, length):
+        causal = causal and tokens > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     # Its import takes a second.
     from torch.nn.attention.bias import causal_lower_right

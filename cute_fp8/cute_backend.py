@@ -21,6 +21,7 @@ from cute_fp8.kernels.config import (
 from cute_fp8.kernels.config_sm90 import HopperConfig
 from cute_fp8.kernels.configs import AnyGemm, Config
 from cute_fp8.kernels.mlp_config import MlpConfig
+from cute_fp8.kernels.projection_config import ProjectionConfig
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.problem import E8M0, GemmProblem, Operands, check_overlap
@@ -266,7 +267,7 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
         return torch.zeros(shape, dtype=torch.uint8, device=device).to(getattr(torch, dtype))
 
     with torch.cuda.device(device):
-        if isinstance(config, RowConfig | RopeConfig | MlpConfig):
+        if isinstance(config, RowConfig | RopeConfig | MlpConfig | ProjectionConfig):
             if isinstance(config, RowConfig):
                 row_backend.launch_once(kernel, config, device)
             else:

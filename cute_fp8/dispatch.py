@@ -106,6 +106,19 @@ _ROWS = (
 _FUSED = (
     Entry("rope_append", "any", "cute", "rope_append", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("rope_append", "any", "reference", "reference", ANY, _always),
+    Entry(
+        "projection", "per_token", "cute", "projection", SM120_FAMILY, fused.no_room, SM120_TARGETS
+    ),
+    Entry(
+        "projection",
+        "per_token",
+        "cute",
+        "projection",
+        HOPPER,
+        fused.no_room_on_hopper,
+        ("sm_90a",),
+    ),
+    Entry("projection", "per_token", "reference", "separate_launches", ANY, _always),
     Entry("decoder_mlp", "per_token", "cute", "mlp", SM120_FAMILY, fused.refusal, SM120_TARGETS),
     Entry("decoder_mlp", "per_token", "cute", "mlp", HOPPER, fused.refusal_on_hopper, ("sm_90a",)),
     # Each by its own route.

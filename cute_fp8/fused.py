@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cute_fp8.kernels.config import N_MULTIPLE, SMEM_LIMIT_SM120
+from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
 from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.mlp_config import (
     HIDDEN_MULTIPLE,
@@ -14,12 +16,15 @@ from cute_fp8.kernels.mlp_config import (
     mlp_config,
     most_tokens,
 )
+from cute_fp8.kernels.projection_config import MAX_K, ROWS, projection_config, room_for
 from cute_fp8.kernels.rope_config import RopeConfig
 
 #: Tokens up to which the MLP half is one launch.
 MOST_TOKENS = most_tokens(hopper=False)
+#: Tokens up to which a projection is one launch with what is before it.
+MOST_PROJECTED = max(ROWS)
 #: Such ops, with the variant that each has in the table.
-OPS = {"rope_append": "any", "decoder_mlp": "per_token"}
+OPS = {"rope_append": "any", "projection": "per_token", "decoder_mlp": "per_token"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,22 @@ def refusal_on_hopper(problem: FusedProblem) -> str | None:
     return problem.refusal
 
 
+def no_room(problem: FusedProblem) -> str | None:
+    """The same, where shared memory is small."""
+    return problem.refusal or _no_room(problem, SMEM_LIMIT_SM120)
+
+
+def no_room_on_hopper(problem: FusedProblem) -> str | None:
+    """The same on Hopper."""
+    return problem.refusal or _no_room(problem, SMEM_LIMIT_SM90)
+
+
+def _no_room(problem: FusedProblem, smem: int) -> str | None:
+    if room_for(problem.m, problem.k, smem):
+        return None
+    return f"M * K = {problem.m} * {problem.k}, must leave room in {smem} bytes of shared memory"
+
+
 def rope_problem(m: int, columns: int, config: RopeConfig, device: torch.device) -> FusedProblem:
     """Of :mod:`cute_fp8.decoder.rope`."""
     return FusedProblem("rope_append", m, columns, device, lambda sms, smem: config)
@@ -93,16 +114,59 @@ def mlp_problem(
     return FusedProblem("decoder_mlp", m, hidden, device, configure, reason)
 
 
+def projection_problem(
+    m: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    norm: torch.dtype | None = None,
+    bias: torch.dtype | None = None,
+    *,
+    residual: bool = False,
+) -> FusedProblem:
+    """Of :mod:`cute_fp8.decoder.projection`."""
+
+    def configure(sms: int, smem: int) -> FusedConfig:
+        return projection_config(
+            m,
+            n,
+            k,
+            sms=sms,
+            smem_limit=smem,
+            dtype=_name(dtype),
+            weight=None if norm is None else _name(norm),
+            bias=None if bias is None else _name(bias),
+            residual=residual,
+        )
+
+    reason = None
+    if not 0 < m <= MOST_PROJECTED:
+        reason = f"M = {m}, must be from 1 to {MOST_PROJECTED}"
+    elif k > MAX_K:
+        reason = f"K = {k}, must be at most {MAX_K}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"x is {dtype}, must be bfloat16 or float16"
+    return FusedProblem("projection", m, k, device, configure, reason)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def without_data(op: str, m: int, n: int | None, k: int, device: torch.device) -> FusedProblem:
-    """A bf16 call with the usual sizes of a head: for ``explain``. n: the FFN's width."""
-    if op == "decoder_mlp":
-        if n is None or min(m, n, k) <= 0 or n % HIDDEN_MULTIPLE or k % HIDDEN_MULTIPLE:
-            raise ValueError(
-                f"m, n, k: got {m}, {n}, {k}, must be sizes, n and k multiples of {HIDDEN_MULTIPLE}"
-            )
-        return mlp_problem(m, k, n, device)
-    return rope_problem(m, k, RopeConfig("bfloat16", 128), device)
+    """A bf16 call with the usual sizes of a head: for ``explain``.
+
+    n: the FFN's width, or a projection's outputs; a projection's x is normalised.
+    """
+    if op == "rope_append":
+        return rope_problem(m, k, RopeConfig("bfloat16", 128), device)
+    multiple = HIDDEN_MULTIPLE if op == "decoder_mlp" else N_MULTIPLE
+    if n is None or min(m, n, k) <= 0 or n % multiple or k % HIDDEN_MULTIPLE:
+        each = f"n and k multiples of {HIDDEN_MULTIPLE}"
+        if op == "projection":
+            each = f"n a multiple of {N_MULTIPLE}, k of {HIDDEN_MULTIPLE}"
+        raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes, {each}")
+    if op == "projection":
+        return projection_problem(m, n, k, device, norm=torch.bfloat16)
+    return mlp_problem(m, k, n, device)

@@ -12,6 +12,7 @@ from cute_fp8.dispatch import select
 from cute_fp8.fused import FusedProblem
 from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, WORKSPACE_WORDS, MlpConfig
+from cute_fp8.kernels.projection_config import ProjectionConfig
 
 
 def kernel_of(problem: FusedProblem) -> compiler.Kernel | None:
@@ -26,6 +27,9 @@ def launch_once(kernel: Callable[..., None], config: FusedConfig, device: torch.
     """Run the kernel on one token: the driver loads its code at the first launch."""
     if isinstance(config, MlpConfig):
         _launch_mlp(kernel, config, device)
+        return
+    if isinstance(config, ProjectionConfig):
+        _launch_projection(kernel, config, device)
         return
     dtype, d = getattr(torch, config.dtype), config.head_dim
 
@@ -60,6 +64,35 @@ def _launch_mlp(kernel: Callable[..., None], config: MlpConfig, device: torch.de
         zeros(fp32, 1),
         zeros(dtype, 1, n),
         zeros(torch.int32, WORKSPACE_WORDS),
+        1.0,
+        1,
+    )
+
+
+def _launch_projection(
+    kernel: Callable[..., None], config: ProjectionConfig, device: torch.device
+) -> None:
+    """By one CTA. K is the kernel's."""
+    dtype, k, n = getattr(torch, config.dtype), config.least_k, HIDDEN_MULTIPLE
+    e4m3, fp32 = torch.float8_e4m3fn, torch.float32
+
+    def zeros(dtype: torch.dtype | str | None, *shape: int) -> Tensor | None:
+        if dtype is None:
+            return None
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return torch.zeros(shape, dtype=torch.uint8, device=device).to(dtype)
+
+    kernel(
+        zeros(dtype, 1, k),
+        zeros(config.weight, k),
+        zeros(e4m3, n, k),
+        zeros(fp32, n),
+        zeros(config.bias, n),
+        zeros(dtype, 1, n) if config.residual else None,
+        zeros(e4m3, 1, k),
+        zeros(fp32, 1),
+        zeros(dtype, 1, n),
+        zeros(e4m3, 1, k) if config.ahead else None,
         1.0,
         1,
     )

@@ -23,6 +23,7 @@ from cute_fp8.kernels.config import (
 from cute_fp8.kernels.config_sm90 import HopperConfig
 from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.mlp_config import shipped_mlps
+from cute_fp8.kernels.projection_config import shipped_projections
 from cute_fp8.kernels.rope_config import RopeConfig, shipped_ropes
 from cute_fp8.kernels.row_config import VIEWS, RowConfig, rows_of, shipped_rows
 from cute_fp8.kernels.tiles import TILES
@@ -74,7 +75,8 @@ def shipped_configs(
         configs = [config for tile, variant in space for config in _of(tile, variant)]
         configs.append(RelayoutConfig())
     pdl = target is None or capability_of_target(target) >= (9, 0)
-    configs += [*shipped_rows(pdl), *shipped_ropes(pdl), *shipped_mlps(target)]
+    configs += [*shipped_rows(pdl), *shipped_ropes(pdl)]
+    configs += [*shipped_projections(target), *shipped_mlps(target)]
     if target in ROWS_ONLY:
         configs = [config for config in configs if isinstance(config, RowConfig | RopeConfig)]
     return matching(configs, ops)

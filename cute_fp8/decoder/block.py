@@ -7,8 +7,9 @@
     5  attention_out_quantize  10  gemm (down, + residual)
 
 Attention is torch's. Each of the others is launched while the one before ends, where the GPU can do
-that. With few tokens the last four are one launch (:mod:`cute_fp8.decoder.mlp`), where there is a
-kernel.
+that. With few tokens, where there are kernels for that, it is five launches: 1 and 2 are one, as
+are 5 and 6 (:mod:`cute_fp8.decoder.projection`), and the last four
+(:mod:`cute_fp8.decoder.mlp`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch.nn import functional as F
 
 from cute_fp8.api import gemm
 from cute_fp8.arguments import check_aligned, refuse_grad
-from cute_fp8.decoder import mlp
+from cute_fp8.decoder import mlp, projection
 from cute_fp8.decoder.kv_cache import KVCache
+from cute_fp8.decoder.projection import Projected
 from cute_fp8.decoder.rope import RopeInputs, check_rotation, rope_append
-from cute_fp8.decoder.weights import DecoderWeights, Projection
+from cute_fp8.decoder.weights import DecoderWeights
 from cute_fp8.problem import OUT_DTYPES
-from cute_fp8.producers import attention_out_quantize, rmsnorm_quantize
+from cute_fp8.producers import attention_out_quantize
 
 Quantised = tuple[Tensor, Tensor]
 
@@ -93,8 +95,10 @@ def decoder_block(
     config = weights.config
     batch, tokens, hidden = x.shape
     rows = x.reshape(batch * tokens, hidden)
-    normed = _normed(rows, weights.input_norm, weights)
-    qkv = _gemm(normed, weights.qkv, x.dtype).view(batch, tokens, config.columns.columns)
+    first = projection.norm_project(
+        rows, weights.input_norm, config.eps, weights.qkv, config.variant
+    )
+    qkv = first.y.view(batch, tokens, config.columns.columns)
     inputs = RopeInputs(qkv, cos, sin, weights.q_norm, weights.k_norm)
     slots = cache.slots(tokens) if isinstance(cache, KVCache) else None
     q, k, v = rope_append(inputs, config.columns, config.eps, slots)
@@ -105,13 +109,13 @@ def decoder_block(
     elif cache is not None:
         keys, values = cache.update(k, v, layer)
     attended = attention(q, keys, values, config.causal, attention_mask)
-    codes = attention_out_quantize(attended, **_kind(weights))
-    after = _gemm(codes, weights.o, x.dtype, rows)
-    y, made = _mlp(after, weights)
+    second = _output(attended, rows, weights)
+    y, made = _mlp(second.y, weights)
     y = y.view(x.shape)
     if not return_intermediates:
         return y
-    return y, Intermediates(normed, qkv, q, k, v, attended, codes, after, made)
+    normed, codes = first[1:], second[1:]
+    return y, Intermediates(normed, qkv, q, k, v, attended, codes, second.y, made)
 
 
 def decoder_mlp(x: Tensor, weights: DecoderWeights, *, return_intermediates: bool = False) -> Any:
@@ -136,24 +140,17 @@ def _mlp(rows: Tensor, weights: DecoderWeights) -> tuple[Tensor, MlpIntermediate
     return m.y, MlpIntermediates(*made)
 
 
-def _gemm(
-    x: Quantised, w: Projection, dtype: torch.dtype, residual: Tensor | None = None
-) -> Tensor:
-    y = gemm(*x, w.codes, w.scales, w.bias, residual=residual, out_dtype=dtype)
+def _output(attended: Tensor, rows: Tensor, weights: DecoderWeights) -> Projected:
+    """The projection of attention's output ``[B, H, S, D]``, added to rows ``[B * S, hidden]``."""
+    variant, w = weights.config.variant, weights.o
+    if projection.few(rows, variant):
+        merged = attended.transpose(1, 2)
+        if merged.is_contiguous():
+            return projection.project(merged.reshape(rows.shape[0], -1), w, rows)
+    codes, scales = attention_out_quantize(attended, variant=variant, blocked=variant == "mxfp8")
+    y = gemm(codes, scales, w.codes, w.scales, w.bias, residual=rows, out_dtype=rows.dtype)
     assert isinstance(y, Tensor)
-    return y
-
-
-def _kind(weights: DecoderWeights) -> dict[str, Any]:
-    """How a producer quantises for these weights."""
-    if weights.config.variant == "mxfp8":
-        return {"variant": "mxfp8", "blocked": True}
-    return {}
-
-
-def _normed(rows: Tensor, norm: Tensor, weights: DecoderWeights) -> Quantised:
-    codes, scales = rmsnorm_quantize(rows, norm, weights.config.eps, **_kind(weights))
-    return codes, scales
+    return Projected(y, codes, scales)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:

@@ -230,7 +230,7 @@ def test_what_is_refused_before_anything_runs(
     call = {"x": X, "weights": case.weights, "position_embeddings": case.at(0, 5), **change}
     with monkeypatch.context() as patch:
         patch.setattr(
-            "cute_fp8.decoder.block.rmsnorm_quantize", lambda *_, **__: pytest.fail("it ran")
+            "cute_fp8.decoder.projection.rmsnorm_quantize", lambda *_, **__: pytest.fail("it ran")
         )
         with pytest.raises((TypeError, ValueError)) as caught:
             cute_fp8.decoder_block(**call)

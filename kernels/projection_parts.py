@@ -59,9 +59,14 @@ def make_ring(
     units = config.blocks * config.stages
     memory = smem.allocate_tensor(
         Float8E4M3FN,
-        cute.make_layout((BLOCK * config.blocks, SLAB, units), stride=(SLAB, 1, UNIT_BYTES)),
+        cute.make_layout((BLOCK, SLAB, units), stride=(SLAB, 1, UNIT_BYTES)),
         byte_alignment=STAGE_ALIGNMENT,
         swizzle=weights.smem_layout.inner,
+    )
+    # A stage begins at any of its blocks: their rows, seen from there.
+    stages = cute.make_tensor(
+        memory.iterator,
+        cute.make_layout((BLOCK * config.blocks, SLAB, units), stride=(SLAB, 1, UNIT_BYTES)),
     )
     codes = smem.allocate_array(
         Int32, config.slabs * config.rows * SLAB // 4, byte_alignment=STAGE_ALIGNMENT
@@ -81,4 +86,4 @@ def make_ring(
         cpasync.prefetch_descriptor(weights.atom)
     cute.arch.sync_threads()
     own = OwnCodes(codes.toint(), scales, words)
-    return Ring(memory, barriers, barriers + config.stages, own, scales, sums)
+    return Ring(stages, barriers, barriers + config.stages, own, scales, sums)

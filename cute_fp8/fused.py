@@ -16,13 +16,18 @@ from cute_fp8.kernels.mlp_config import (
     mlp_config,
     most_tokens,
 )
-from cute_fp8.kernels.projection_config import MAX_K, ROWS, projection_config, room_for
+from cute_fp8.kernels.projection_config import (
+    MAX_K,
+    most_projected,
+    projection_config,
+    room_for,
+)
 from cute_fp8.kernels.rope_config import RopeConfig
 
 #: Tokens up to which the MLP half is one launch.
 MOST_TOKENS = most_tokens(hopper=False)
 #: Tokens up to which a projection is one launch with what is before it.
-MOST_PROJECTED = max(ROWS)
+MOST_PROJECTED = most_projected(hopper=False)
 #: Such ops, with the variant that each has in the table.
 OPS = {"rope_append": "any", "projection": "per_token", "decoder_mlp": "per_token"}
 
@@ -74,7 +79,10 @@ def no_room(problem: FusedProblem) -> str | None:
 
 
 def no_room_on_hopper(problem: FusedProblem) -> str | None:
-    """The same on Hopper."""
+    """The same on Hopper, where launches in parts are the faster way sooner."""
+    most = most_projected(hopper=True)
+    if problem.refusal is None and problem.m > most:
+        return f"M = {problem.m}, must be from 1 to {most}"
     return problem.refusal or _no_room(problem, SMEM_LIMIT_SM90)
 
 

@@ -39,7 +39,7 @@ def launch_once(kernel: Callable[..., None], config: FusedConfig, device: torch.
     norm = ones(d) if config.norm else None
     v = ones(1, 1, 1, d) if config.values else None
     qkv, rotation = ones(1, 3 * d), ones(1, 1, d)
-    kernel(qkv, rotation, rotation, norm, norm, ones(1, d), ones(1, 1, 1, d), v, 1.0)
+    kernel(qkv, rotation, rotation, norm, norm, ones(1, 1, 1, d), ones(1, 1, 1, d), v, 1.0)
 
 
 def _launch_mlp(kernel: Callable[..., None], config: MlpConfig, device: torch.device) -> None:
@@ -92,7 +92,6 @@ def _launch_projection(
         zeros(e4m3, 1, k),
         zeros(fp32, 1),
         zeros(dtype, 1, n),
-        zeros(e4m3, 1, k) if config.ahead else None,
         1.0,
         1,
     )

@@ -37,7 +37,7 @@ from .mlp_config import BLOCK, MMA_WARPS, SLAB
 from .mlp_parts import MMA_BARRIER, Span, place, sync_mma_warps
 from .mma import Instruction
 from .own_rows import OwnRows
-from .prefetch import bulk_prefetch, tma_prefetch
+from .prefetch import tma_prefetch
 from .projection_config import MOST_CHUNKS, WARPS, ProjectionConfig
 from .projection_math import ProjectionMath
 from .projection_parts import Problem, Ring, Tensors, make_ring
@@ -70,7 +70,6 @@ class Projection:
         codes: cute.Tensor,
         scales: cute.Tensor,
         out: cute.Tensor,
-        ahead: Any,
         eps: Float32,
         ctas: Int32,
         stream: CUstream,
@@ -78,7 +77,7 @@ class Projection:
         """Launch on ``stream``; tensors as in ``fake_arguments``."""
         config = self.config
         weights = tma_load_atom(weight, BLOCK * config.blocks, SLAB, 1)
-        tensors = Tensors(x, norm, weight_scales, bias, residual, codes, scales, out, ahead)
+        tensors = Tensors(x, norm, weight_scales, bias, residual, codes, scales, out)
         m, k = x.shape
         problem = Problem(m, weight.shape[0], k, eps, Float32(1.0) / k.to(Float32))
         blocks = cute.ceil_div(weight.shape[0], BLOCK)
@@ -105,8 +104,6 @@ class Projection:
             cute.arch.griddepcontrol_launch_dependents()
         if warp == MMA_WARPS:
             self.load_weights(weights, problem, ring)
-            if cutlass.const_expr(self.config.ahead):
-                self.fetch_ahead(tensors.ahead, lane)
         else:
             self.compute(tensors, problem, ring, warp, lane, thread)
 
@@ -140,7 +137,7 @@ class Projection:
         span = self.span(problem)
         passes = cute.ceil_div(span.count, self.config.blocks)
         tiles = self.tiles(weights, self.part(span, Int32(0), passes).first)
-        for slab in cutlass.range(min(self.config.stages, self.config.slabs), unroll=1):
+        for slab in cutlass.range(self.config.early, unroll=1):
             tma_prefetch(weights, tiles[None, None, slab], ring.weights[None, None, 0])
 
     @cute.jit
@@ -164,17 +161,6 @@ class Projection:
                 target = ring.weights[None, None, stage * self.config.blocks]
                 tma_load(weights, tiles[None, None, slab], target, full)
                 stage, phase = advance(stage, phase, self.config.stages)
-
-    @cute.jit
-    def fetch_ahead(self, ahead: cute.Tensor, lane: Int32):
-        """One warp: this CTA's share of what the next kernel reads, to L2, where DRAM idles."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        rows, width = ahead.shape
-        first = cta * WARP_SIZE + lane
-        step = ctas * WARP_SIZE
-        for i in cutlass.range(cute.ceil_div(rows - first, step), unroll=1):
-            bulk_prefetch(ahead, first + i * step, width)
 
     @cute.jit
     def compute(
@@ -232,9 +218,6 @@ def fake_arguments(config: ProjectionConfig) -> list[object]:
         matrix(Float8E4M3FN, m, k),  # codes
         vector("float32", m),
         matrix(dtype, m, n),  # out
-        matrix(Float8E4M3FN, cute.sym_int(), cute.sym_int(divisibility=16))
-        if config.ahead
-        else None,
         Float32(0.0),
         Int32(1),  # ctas
         make_fake_stream(use_tvm_ffi_env_stream=True),

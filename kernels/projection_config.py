@@ -23,6 +23,8 @@ WARP_BLOCKS, MOST_BLOCKS = 4, 8
 MOST_CHUNKS = 8
 #: Past this, more stages only lengthen the fill; fewer than these hide no latency.
 MAX_STAGES, FEW_STAGES = 48, 4
+#: What is fetched into L2 while the kernel before still runs; all of it goes through TMA twice.
+EARLY_BYTES = 32 * 1024
 #: Shared memory that is not the tokens', at least.
 OTHER_BYTES = 28 * 1024
 
@@ -44,7 +46,6 @@ class ProjectionConfig:
         row_warps: warps side by side, each with every ``row_warps``-th block; the others have other
             slabs.
         stages: of the ring, each a slab of the blocks.
-        ahead: whether it fetches another weight's codes into L2 at its end.
         pdl: programmatic dependent launch.
     """
 
@@ -58,7 +59,6 @@ class ProjectionConfig:
     blocks: int
     row_warps: int
     stages: int
-    ahead: bool = False
     pdl: bool = False
 
     #: As ``GemmConfig`` has them.
@@ -89,6 +89,11 @@ class ProjectionConfig:
     def stage_bytes(self) -> int:
         """Codes of a stage."""
         return self.blocks * UNIT_BYTES
+
+    @property
+    def early(self) -> int:
+        """Stages that are fetched into L2 while the kernel before still runs."""
+        return max(1, min(self.stages, self.slabs, EARLY_BYTES // self.stage_bytes))
 
     @property
     def least_k(self) -> int:
@@ -123,7 +128,7 @@ class ProjectionConfig:
         parts += [self.shape.name, f"{self.blocks}x{self.row_warps}_s{self.stages}"]
         parts += [f"norm_{self.weight}"] if self.weight else []
         parts += [f"bias_{self.bias}"] if self.bias else []
-        return "-".join(parts + [p for p in ("residual", "ahead", "pdl") if getattr(self, p)])
+        return "-".join(parts + [p for p in ("residual", "pdl") if getattr(self, p)])
 
     def check(self) -> ProjectionConfig:
         """Return self, or raise ``ValueError`` naming the first rule that is broken."""
@@ -155,7 +160,6 @@ def projection_config(
     weight: str | None = None,
     bias: str | None = None,
     residual: bool = False,
-    ahead: bool = False,
 ) -> ProjectionConfig:
     """The kernel for a problem on a GPU with that many multiprocessors.
 
@@ -173,7 +177,7 @@ def projection_config(
         blocks = -(-whole // passes)
         row_warps = next(n for n in (1, 2, 4, 8) if -(-blocks // n) <= most)
         config = ProjectionConfig(
-            dtype, weight, bias, residual, rows, shape, -(-k // SLAB), blocks, row_warps, 0, ahead
+            dtype, weight, bias, residual, rows, shape, -(-k // SLAB), blocks, row_warps, 0
         )
         stages = (smem_limit - config.smem_bytes) // (config.stage_bytes + 2 * MBARRIER_BYTES)
         found = replace(config, stages=max(0, min(stages, MAX_STAGES, passes * config.slabs)))
@@ -187,6 +191,15 @@ def room_for(m: int, k: int, smem_limit: int) -> bool:
     """Whether the codes of all rows leave room for weights on their way."""
     rows = next((count for count in ROWS if m <= count), 0)
     return 0 < rows * -(-k // SLAB) * SLAB <= smem_limit - OTHER_BYTES
+
+
+def most_projected(hopper: bool) -> int:
+    """Tokens up to which one launch is the faster way.
+
+    On Hopper ``mma.sync`` takes e4m3 apart into fp16, and weights come so fast that every CTA's
+    normalising all tokens is longer than that, past a few.
+    """
+    return 4 if hopper else max(ROWS)
 
 
 #: Models' projections: outputs, K, whether normalised first.
@@ -205,7 +218,7 @@ def shipped_projections(target: str | None) -> list[ProjectionConfig]:
     smem = SMEM_LIMIT_SM90 if hopper else SMEM_LIMIT_SM120
     found = []
     for n, k, norm in SHAPES:
-        for m in (1, 4, 8, 16):
+        for m in (m for m in ROWS if m <= most_projected(hopper)):
             weight = "bfloat16" if norm else None
             config = projection_config(
                 m, n, k, sms=sms, smem_limit=smem, weight=weight, residual=not norm

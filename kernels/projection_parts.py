@@ -26,7 +26,6 @@ class Tensors(NamedTuple):
     codes: cute.Tensor  # (m, k): what was multiplied
     scales: cute.Tensor  # (m,)
     out: cute.Tensor  # (m, n)
-    ahead: Any  # (rows, bytes): what the next kernel reads
 
 
 class Problem(NamedTuple):

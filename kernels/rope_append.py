@@ -1,6 +1,6 @@
 """From the rows of a fused q|k|v projection to what attention reads, in one launch.
 
-    q       [RMSNorm of each head,] rotated
+    q       [RMSNorm of each head,] rotated; any strides: grouped by heads of keys, too
     k       likewise, into the cache's next slots
     v       copied there
 
@@ -37,7 +37,7 @@ class RopeOperands(NamedTuple):
     sin: cute.Tensor
     q_norm: Any  # (d,)
     k_norm: Any
-    q: cute.Tensor  # (tokens, heads * d)
+    q: cute.Tensor  # (batch, kv heads, sequence, heads of a group * d)
     k: cute.Tensor  # (batch, kv heads, sequence, d)
     v: Any
 
@@ -76,11 +76,12 @@ class RopeAppend:
         stream: CUstream,
     ):
         """Launch on ``stream``; tensors as in ``fake_arguments``."""
-        heads, kv_heads = q.shape[1] // self.config.head_dim, k.shape[1]
+        kv_heads = k.shape[1]
+        heads = kv_heads * (q.shape[3] // self.config.head_dim)
         each = heads + kv_heads * (2 if self.config.values else 1)
         operands = RopeOperands(qkv, cos, sin, q_norm, k_norm, q, k, v)
         self.kernel(operands, heads, kv_heads, each, eps).launch(
-            grid=(cute.ceil_div(q.shape[0] * each, self.config.heads), 1, 1),
+            grid=(cute.ceil_div(qkv.shape[0] * each, self.config.heads), 1, 1),
             block=(THREADS, 1, 1),
             use_pdl=self.config.pdl,
             stream=stream,
@@ -121,7 +122,7 @@ class RopeAppend:
         unit, chunk = cta * self.config.heads + thread // group, thread % group
         token, number = unit // each, unit % each
         sequence = operands.k.shape[2]
-        exists = (token < operands.q.shape[0]) & (chunk < self.config.chunks)
+        exists = (token < operands.qkv.shape[0]) & (chunk < self.config.chunks)
         return Head(exists, token // sequence, token % sequence, token, number, chunk * CHUNK)
 
     @cute.jit
@@ -205,23 +206,30 @@ class RopeAppend:
         kv_heads: Int32,
     ):
         if head.number < heads:
-            first = Int64(head.token) * operands.q.stride[0]
-            first = first + head.number * self.config.head_dim + head.column
-            store_vector(low, operands.q, first)
-            store_vector(high, operands.q, first + self.half)
+            of_group = heads // kv_heads
+            inner = head.number % of_group * self.config.head_dim
+            self._append(low, high, operands.q, head, head.number // of_group, inner)
         elif head.number < heads + kv_heads:
-            self._append(low, high, operands.k, head, head.number - heads)
+            self._append(low, high, operands.k, head, head.number - heads, 0)
         elif cutlass.const_expr(self.config.values):
-            self._append(low, high, operands.v, head, head.number - heads - kv_heads)
+            number = head.number - heads - kv_heads
+            self._append(low, high, operands.v, head, number, 0)
 
     @cute.jit
     def _append(
-        self, low: cute.Tensor, high: cute.Tensor, cache: cute.Tensor, head: Head, number: Int32
+        self,
+        low: cute.Tensor,
+        high: cute.Tensor,
+        target: cute.Tensor,
+        head: Head,
+        number: Int32,
+        inner: Int32,
     ):
-        first = Int64(head.batch) * cache.stride[0] + Int64(number) * cache.stride[1]
-        first = first + Int64(head.position) * cache.stride[2] + head.column
-        store_vector(low, cache, first)
-        store_vector(high, cache, first + self.half)
+        """To a token's place under the ``number``-th head of keys, from ``inner`` on."""
+        first = Int64(head.batch) * target.stride[0] + Int64(number) * target.stride[1]
+        first = first + Int64(head.position) * target.stride[2] + inner + head.column
+        store_vector(low, target, first)
+        store_vector(high, target, first + self.half)
 
 
 def fake_arguments(config: RopeConfig) -> list[object]:
@@ -239,7 +247,7 @@ def fake_arguments(config: RopeConfig) -> list[object]:
         tensor(batch, sequence, d),
         tensor(d) if config.norm else None,
         tensor(d) if config.norm else None,
-        tensor(tokens, cute.sym_int(divisibility=CHUNK)),
+        tensor(batch, kv_heads, sequence, cute.sym_int(divisibility=CHUNK)),
         tensor(batch, kv_heads, sequence, d),
         tensor(batch, kv_heads, sequence, d) if config.values else None,
         Float32(0.0),

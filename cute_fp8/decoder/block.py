@@ -25,12 +25,14 @@ from cute_fp8.arguments import check_aligned, refuse_grad
 from cute_fp8.decoder import mlp, projection
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.projection import Projected
-from cute_fp8.decoder.rope import RopeInputs, check_rotation, rope_append
+from cute_fp8.decoder.rope import Heads, RopeInputs, check_rotation, rope_append
 from cute_fp8.decoder.weights import DecoderWeights
 from cute_fp8.problem import OUT_DTYPES
 from cute_fp8.producers import attention_out_quantize
 
 Quantised = tuple[Tensor, Tensor]
+#: Tokens of a sequence up to which the heads of a group attend together.
+MOST_GROUPED = 32
 
 
 class MlpIntermediates(NamedTuple):
@@ -101,19 +103,27 @@ def decoder_block(
     qkv = first.y.view(batch, tokens, config.columns.columns)
     inputs = RopeInputs(qkv, cos, sin, weights.q_norm, weights.k_norm)
     slots = cache.slots(tokens) if isinstance(cache, KVCache) else None
-    q, k, v = rope_append(inputs, config.columns, config.eps, slots)
+    grouped = not config.causal and cache is None and attention_mask is None
+    grouped = grouped and 1 < tokens <= MOST_GROUPED
+    q, k, v = rope_append(inputs, config.columns, config.eps, slots, grouped)
     keys, values = k, v
     if isinstance(cache, KVCache):
         keys, values = cache.filled(tokens)
         cache.length += tokens
     elif cache is not None:
         keys, values = cache.update(k, v, layer)
-    attended = attention(q, keys, values, config.causal, attention_mask)
+    if grouped:
+        attended = group_attention(q, keys, values)
+    else:
+        attended = attention(q, keys, values, config.causal, attention_mask)
     second = _output(attended, rows, weights)
     y, made = _mlp(second.y, weights)
     y = y.view(x.shape)
     if not return_intermediates:
         return y
+    if grouped:
+        q = _of_heads(q, config.columns, tokens).transpose(1, 2)
+        attended = _of_heads(attended, config.columns, tokens)
     normed, codes = first[1:], second[1:]
     return y, Intermediates(normed, qkv, q, k, v, attended, codes, second.y, made)
 
@@ -175,6 +185,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
 
     bias = causal_lower_right(tokens, length)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+
+
+def group_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of all tokens to all, of grouped q ``[B, heads of keys, S * heads of a group, D]``.
+
+    All that a group of heads attends to is the same: they are a group of queries. A kernel of
+    attention takes 64 queries or more at a time, of which short sequences fill few.
+
+    Returns:
+        ``[B, heads of keys, S, heads of a group * D]``; a copy where attention does not leave its
+        output as its queries were.
+    """
+    o = F.scaled_dot_product_attention(q, k, v)
+    return o.unflatten(2, (k.shape[2], -1)).flatten(3)  # type: ignore[no-untyped-call]
+
+
+def _of_heads(grouped: Tensor, heads: Heads, tokens: int) -> Tensor:
+    """``[B, H, S, D]`` of what is grouped by heads of keys."""
+    parts = grouped.reshape(grouped.shape[0], heads.keys, tokens, -1, heads.dim)
+    return parts.transpose(2, 3).flatten(1, 2)
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -145,7 +145,6 @@ def _launch(
             residual,
             *made,
             y,
-            None,
             eps,
             cute_backend._sm_count(device),
         )

@@ -44,7 +44,11 @@ class RopeInputs(NamedTuple):
 
 
 def rope_append(
-    inputs: RopeInputs, heads: Heads, eps: float, slots: tuple[Tensor, Tensor] | None
+    inputs: RopeInputs,
+    heads: Heads,
+    eps: float,
+    slots: tuple[Tensor, Tensor] | None,
+    grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys; put keys and values where attention reads them.
 
@@ -53,15 +57,17 @@ def rope_append(
     Args:
         eps: of the norms.
         slots: views ``[B, keys, S, dim]`` of a cache, which are written.
+        grouped: have the heads of queries that share one of keys side by side, for every token;
+            without slots.
 
     Returns:
-        q ``[B, S, queries, dim]``, k and v ``[B, keys, S, dim]``: the slots, or without any new
-        keys, and the values where they are.
+        q ``[B, S, queries, dim]``, or grouped ``[B, keys, S * queries / keys, dim]``; k and v
+        ``[B, keys, S, dim]``: the slots, or without any new keys, and the values where they are.
     """
     plain = is_plain((*inputs, *(slots or ())))
     if slots is None:
         rope = _rope if plain else torch.ops.cute_fp8.rope
-        q, k = rope(*inputs, eps, *heads)
+        q, k = rope(*inputs, eps, *heads, grouped)
         return q, k, split(inputs.qkv, heads)[2].transpose(1, 2)
     append = _rope_append if plain else torch.ops.cute_fp8.rope_append
     return append(*inputs, eps, *heads, *slots), *slots
@@ -94,15 +100,19 @@ def _rope(
     queries: int,
     keys: int,
     dim: int,
+    grouped: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys."""
     k = qkv.new_empty((qkv.shape[0], keys, qkv.shape[1], dim))
     heads = Heads(queries, keys, dim)
-    return _run(RopeInputs(qkv, cos, sin, q_norm, k_norm), heads, eps, k, None), k
+    return _run(RopeInputs(qkv, cos, sin, q_norm, k_norm), heads, eps, k, None, grouped), k
 
 
 @torch.library.custom_op(
-    "cute_fp8::rope", _rope, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+    "cute_fp8::rope",
+    _rope,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool grouped) -> (Tensor, Tensor)",
 ).register_fake
 def _(
     qkv: Tensor,
@@ -114,9 +124,13 @@ def _(
     queries: int,
     keys: int,
     dim: int,
+    grouped: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, tokens = qkv.shape[:2]
-    return qkv.new_empty((batch, tokens, queries, dim)), qkv.new_empty((batch, keys, tokens, dim))
+    shape = (batch, tokens, queries, dim)
+    if grouped:
+        shape = (batch, keys, tokens * (queries // keys), dim)
+    return qkv.new_empty(shape), qkv.new_empty((batch, keys, tokens, dim))
 
 
 def _rope_append(
@@ -159,23 +173,37 @@ def _(
     return qkv.new_empty((*qkv.shape[:2], queries, dim))
 
 
-def _run(inputs: RopeInputs, heads: Heads, eps: float, k: Tensor, v: Tensor | None) -> Tensor:
+def _run(
+    inputs: RopeInputs,
+    heads: Heads,
+    eps: float,
+    k: Tensor,
+    v: Tensor | None,
+    grouped: bool = False,
+) -> Tensor:
     qkv = inputs.qkv
-    q = qkv.new_empty((*qkv.shape[:2], heads.queries, heads.dim))
+    batch, tokens = qkv.shape[:2]
+    of_group = heads.queries // heads.keys
+    # As the kernel writes it: under the head of keys that they share.
+    if grouped:
+        q = qkv.new_empty((batch, heads.keys, tokens * of_group, heads.dim))
+        places = q.view(batch, heads.keys, tokens, of_group * heads.dim)
+    else:
+        q = qkv.new_empty((batch, tokens, heads.queries, heads.dim))
+        places = q.view(batch, tokens, heads.keys, of_group * heads.dim).transpose(1, 2)
     if q.numel() == 0:
         return q
     kernel = _kernel(inputs, heads, v is not None)
     if kernel is None:
         rotated = reference(inputs, heads, eps)
-        for place, values in zip((q, k, v), rotated, strict=True):
+        places.copy_(rotated[0].view(batch, tokens, heads.keys, -1).transpose(1, 2))
+        for place, values in zip((k, v), rotated[1:], strict=True):
             if place is not None:
                 place.copy_(values)
         return q
-    batch, tokens = qkv.shape[:2]
     cos, sin = (t.expand(batch, -1, -1) for t in (inputs.cos, inputs.sin))
-    rows = batch * tokens
     with torch.cuda.device(qkv.device):
-        kernel(qkv.view(rows, -1), cos, sin, *inputs[3:], q.view(rows, -1), k, v, eps)
+        kernel(qkv.view(batch * tokens, -1), cos, sin, *inputs[3:], places, k, v, eps)
     return q
 
 

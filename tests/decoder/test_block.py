@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_fp8
+from cute_fp8.decoder import block
 from cute_fp8.decoder.block import Intermediates, attention
 from cute_fp8.decoder.case import DecoderCase, decoder_case, mlp_errors
 from cute_fp8.decoder.kv_cache import KVCache
@@ -66,6 +67,24 @@ def test_bidirectional(device: str) -> None:
     assert (verdict := cute_fp8.near_lossless(y, case.module(x))).passed, verdict
     causal = decoder_case(CONFIG, device=device)
     assert not torch.equal(y, run(causal, x))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_of_a_group_attend_together_or_not(
+    device: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In short sequences, where every token attends to all."""
+    config = replace(CONFIG, causal=False, variant=variant)
+    with backend_of(variant, device):
+        case = decoder_case(config, norms=True, device=device)
+        x = case.x(3, 11)
+        y, made = run(case, x, return_intermediates=True)
+        monkeypatch.setattr(block, "MOST_GROUPED", 0)
+        wanted, apart = run(case, x, return_intermediates=True)
+    assert torch.equal(made.q, apart.q) and torch.equal(made.k, apart.k)
+    close = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(made.attention, apart.attention, **close)
+    assert (verdict := cute_fp8.near_lossless(y, wanted)).passed, verdict
 
 
 def test_negative_controls_fail(device: str) -> None:
@@ -285,6 +304,23 @@ def test_launches(case: DecoderCase, device: str, launched: Callable[..., list[s
     cache.length = 0
     names = launched(lambda: cute_fp8.decoder_block(x, case.weights, at, cache))
     assert len(names) == (9 if case.config.variant == "mxfp8" else 10), names
+
+
+@pytest.mark.gpu
+def test_launches_of_few_tokens(launched: Callable[..., list[str]]) -> None:
+    """Norm and q|k|v, RoPE and append, attention, o, the MLP half; attention may be two."""
+    case = decoder_case(CONFIG, norms=True, biases=True, device="cuda")
+    x, cache = case.x(2, 1), KVCache.empty(2, CONFIG.columns, 200)
+    cache.length = 100
+
+    def call() -> None:
+        cache.length = 100
+        cute_fp8.decoder_block(x, case.weights, case.at(100, 1), cache)
+
+    call()
+    names = launched(call)
+    assert 5 <= len(names) <= 6, names
+    assert [sum(kernel in name for name in names) for kernel in ("Projection", "Mlp")] == [2, 1]
 
 
 @pytest.mark.gpu

@@ -61,9 +61,21 @@ def test_slots_are_written_and_nothing_else() -> None:
     assert torch.equal(q, rope_append(given, HEADS, 1e-5, None)[0])
 
 
+def test_queries_by_the_heads_of_keys_that_they_share() -> None:
+    given = inputs()
+    q, k, v = rope_append(given, HEADS, 1e-5, None, grouped=True)
+    wanted, *others = rope_append(given, HEADS, 1e-5, None)
+    assert q.shape == (B, 2, 2 * S, 32)
+    for head in range(4):
+        mine = q.view(B, 2, S, 2, 32)[:, head // 2, :, head % 2]
+        assert torch.equal(mine, wanted[:, :, head])
+    assert torch.equal(k, others[0]) and torch.equal(v, others[1])
+
+
 def test_the_ops_are_sound() -> None:
     given = inputs(norms=True)
-    torch.library.opcheck(torch.ops.cute_fp8.rope, (*given, 1e-5, *HEADS))
+    for grouped in (False, True):
+        torch.library.opcheck(torch.ops.cute_fp8.rope, (*given, 1e-5, *HEADS, grouped))
     slots = tuple(torch.zeros((B, 2, S, 32), dtype=torch.bfloat16) for _ in range(2))
     torch.library.opcheck(torch.ops.cute_fp8.rope_append, (*given, 1e-5, *HEADS, *slots))
 

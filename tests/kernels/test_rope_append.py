@@ -83,6 +83,16 @@ def test_one_launch(launched) -> None:
     assert len(launched(lambda: rope_append(given, heads, 1e-5, None))) == 1
 
 
+@pytest.mark.parametrize("heads", [Heads(16, 2, 128), Heads(3, 1, 80), Heads(8, 8, 64)], ids=str)
+def test_queries_by_the_heads_of_keys_that_they_share(heads: Heads) -> None:
+    given = inputs(heads, 3, 11, torch.bfloat16, False)
+    made = rope_append(given, heads, 1e-5, None, grouped=True)
+    with cute_fp8.use(backend="reference"):
+        wanted = rope_append(given, heads, 1e-5, None, grouped=True)
+    for name, a, b in zip("qkv", made, wanted, strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_without_dependent_launch() -> None:
     heads = Heads(4, 2, 128)
     given = inputs(heads, 2, 5, torch.bfloat16, True)

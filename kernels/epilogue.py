@@ -34,6 +34,7 @@ GROUP = STORE_COLUMNS // PIECE
 #: It cannot be read behind a store, which might be to the same place for all that the compiler
 #: knows: read group by group, every one would be waited for.
 RESIDUAL_WORDS = {True: 32, False: 16}
+_UNKNOWN: Any = None
 _LOG2_E = math.log2(math.e)
 
 
@@ -153,7 +154,7 @@ class Epilogue:
             transpose_pieces(acc, lane)
         quad, lane_in_quad = lane // 4, lane % 4
         channels = self._channel_values(operands, n, first_column + 2 * lane_in_quad)
-        row_scales, residuals = None, None
+        row_scales, residuals = _UNKNOWN, _UNKNOWN
         for number in cutlass.range_constexpr(len(self.groups)):
             i, j = self.groups[number]
             if cutlass.const_expr(j == 0):

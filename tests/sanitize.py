@@ -18,10 +18,10 @@ from dataclasses import replace
 import torch
 
 import cute_fp8
-from cute_fp8 import cute_backend, shipped
+from cute_fp8 import cute_backend, fused, shipped, testing
 from cute_fp8.choice import Choice
-from cute_fp8.decoder.case import decoder_case, mlp_errors
-from cute_fp8.decoder.weights import DecoderConfig
+from cute_fp8.decoder.case import ProjectionCall, decoder_case, mlp_errors
+from cute_fp8.decoder.weights import DecoderConfig, project
 from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.config_sm90 import HopperTile
@@ -98,7 +98,8 @@ def main() -> int:
         case = mxfp8_case(129, 192, 160)
         cute_fp8.gemm(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
         cute_fp8.gemm_gated(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
-    return int(wrong + sum(map(wrong_rows, (True, False))) + wrong_blocks() > 0)
+    wrong += sum(map(wrong_rows, (True, False))) + wrong_blocks() + wrong_projections()
+    return int(wrong > 0)
 
 
 def wrong_rows(pdl: bool) -> int:
@@ -139,6 +140,23 @@ def wrong_blocks(device: str = "cuda") -> int:
         cute_fp8.decoder_block(x, case.weights, case.at(0, tokens), cache)
         print(f"decoder_mlp {tokens}x272x144: {'; '.join(wrong) or 'right'}", flush=True)
         found += bool(wrong)
+    return found
+
+
+def wrong_projections(device: str = "cuda") -> int:
+    """How many projections of few tokens are wrong: tails, several passes, rounds of rows."""
+    fused.most_projected = lambda hopper: fused.MOST_PROJECTED
+    native = device == "cuda" and torch.cuda.get_device_capability()[0] == 12
+    found = 0
+    for m, n, k in ((1, 72, 144), (3, 1000, 400), (16, 136, 2064)):
+        w = project(testing.inputs("gaussian", n, k, seed=1).to(device), None, "per_token")
+        x = testing.inputs("outlier_token", m, k, seed=2).to(device)
+        added = testing.inputs("gaussian", m, n, seed=3).to(device)
+        norm = testing.inputs("gaussian", 1, k, seed=4).to(device)[0]
+        for call in (ProjectionCall(x, norm, w, None), ProjectionCall(x, None, w, added)):
+            wrong = call.errors(call.run(), "sm_120" if native else "stand-in")
+            print(f"projection {m}x{n}x{k}: {'; '.join(wrong) or 'right'}", flush=True)
+            found += bool(wrong)
     return found
 
 

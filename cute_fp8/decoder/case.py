@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cute_fp8 import testing
-from cute_fp8.decoder import rope
+from cute_fp8.decoder import projection, rope
 from cute_fp8.decoder.block import MlpIntermediates, Quantised, attention
+from cute_fp8.decoder.projection import Projected
 from cute_fp8.decoder.weights import (
     DecoderConfig,
     DecoderWeights,
@@ -28,10 +30,51 @@ from cute_fp8.numerics import (
     quantize_fp8_activations,
     quantize_mxfp8,
 )
+from cute_fp8.producers import rmsnorm_quantize
 from cute_fp8.scales import from_blocked
 
 #: Of elements that another order of additions may round the other way.
 MOST_DIFFERENT = 1e-3
+
+
+class ProjectionCall(NamedTuple):
+    """The arguments of a projection of rows ``[M, K]``, which are normalised if there is a norm."""
+
+    rows: Tensor
+    norm: Tensor | None
+    w: Projection
+    residual: Tensor | None
+    eps: float = 1e-5
+
+    def run(self) -> Projected:
+        """As a decoder block does."""
+        rows, norm, w, residual, eps = self
+        if norm is not None:
+            return projection.norm_project(rows, norm, eps, w, "per_token")
+        assert residual is not None
+        return projection.project(rows, w, residual)
+
+    def quantised(self) -> Quantised:
+        """What is multiplied, by the launch of a producer."""
+        if self.norm is None:
+            return quantize_fp8_activations(self.rows)
+        codes, scales = rmsnorm_quantize(self.rows, self.norm, self.eps)
+        return codes, scales
+
+    def errors(self, made: Projected, arch: str) -> list[str]:
+        """What is wrong with a result: codes and scales are a producer's, bit for bit, and the
+        output is the float64 result of those; ``arch`` as of :func:`mlp_errors`.
+        """
+        wanted = self.quantised()
+        found = [
+            f"{name} are not the producer's"
+            for name, a, b in zip(("codes", "scales"), made[1:], wanted, strict=True)
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        ]
+        exact, bound = _product(wanted, self.w, "per_token", arch)
+        if self.residual is not None:
+            exact = exact + self.residual.double()
+        return [*found, *_rounded("output", made.y, exact, bound)]
 
 
 @dataclass(frozen=True)
@@ -174,7 +217,7 @@ def mlp_errors(
     found: list[str] = []
     normed = rope._normalised(x, weights.mlp_norm, weights.config.eps)
     found += _different("norm", made.normed, _quantised(normed, weights))
-    sums, bound = _product(made.normed, weights.gate_up, weights, arch)
+    sums, bound = _product(made.normed, weights.gate_up, weights.config.variant, arch)
     gate, up = split_gate_up(sums)
     gate_bound, up_bound = split_gate_up(bound)
     exact = F.silu(gate) * up
@@ -196,7 +239,7 @@ def mlp_errors(
     else:
         rounded = exact.to(x.dtype)
         found += _different("product", made.product_quantised, _quantised(rounded, weights))
-    sums, bound = _product(made.product_quantised, weights.down, weights, arch)
+    sums, bound = _product(made.product_quantised, weights.down, weights.config.variant, arch)
     return [*found, *_rounded("output", y.view(x.shape), sums + x.double(), bound)]
 
 
@@ -213,19 +256,17 @@ def _different(what: str, made: Quantised, wanted: Quantised) -> Iterator[str]:
         yield f"{what}: {share:.2%} of the codes differ from the reference's"
 
 
-def _product(
-    x: Quantised, w: Projection, weights: DecoderWeights, arch: str
-) -> tuple[Tensor, Tensor]:
+def _product(x: Quantised, w: Projection, variant: str, arch: str) -> tuple[Tensor, Tensor]:
     """``x @ w.T`` and its bias in float64, and by how much an accumulation may differ."""
-    a, b = (_values(codes, scales, weights) for codes, scales in (x, w[:2]))
+    a, b = (_values(codes, scales, variant) for codes, scales in (x, w[:2]))
     bound = testing.accumulation_bound(a.shape[1], a.abs() @ b.abs().t(), arch)
     sums = a @ b.t()
     return sums if w.bias is None else sums + w.bias.double(), bound
 
 
-def _values(codes: Tensor, scales: Tensor, weights: DecoderWeights) -> Tensor:
+def _values(codes: Tensor, scales: Tensor, variant: str) -> Tensor:
     codes = codes.view(-1, codes.shape[-1])
-    if weights.config.variant == "mxfp8":
+    if variant == "mxfp8":
         scales = from_blocked(scales, codes.shape[0], codes.shape[1] // 32)
         return dequantize_mxfp8(codes, scales, torch.float32).double()
     return (

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import compiler, cute_backend, settings
-from cute_fp8.api import gemm, is_plain
+from cute_fp8.api import gemm
+from cute_fp8.arguments import is_plain
 from cute_fp8.decoder.weights import Projection
 from cute_fp8.fused import MOST_PROJECTED, projection_problem
 from cute_fp8.fused_backend import kernel_of

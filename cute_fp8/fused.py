@@ -17,8 +17,11 @@ from cute_fp8.kernels.mlp_config import (
     most_tokens,
 )
 from cute_fp8.kernels.projection_config import (
+    HOPPER_TOKENS,
+    HOPPER_WEIGHT,
     MAX_K,
-    most_projected,
+    ROWS,
+    faster_on_hopper,
     projection_config,
     room_for,
 )
@@ -27,7 +30,7 @@ from cute_fp8.kernels.rope_config import RopeConfig
 #: Tokens up to which the MLP half is one launch.
 MOST_TOKENS = most_tokens(hopper=False)
 #: Tokens up to which a projection is one launch with what is before it.
-MOST_PROJECTED = most_projected(hopper=False)
+MOST_PROJECTED = max(ROWS)
 #: Such ops, with the variant that each has in the table.
 OPS = {"rope_append": "any", "projection": "per_token", "decoder_mlp": "per_token"}
 
@@ -39,8 +42,9 @@ class FusedProblem:
     Attributes:
         op: as the dispatch table has it.
         m, k: tokens, and the width of what is read.
-        refusal: why no kernel of ours serves it, or None.
         configure: from a number of multiprocessors and a target's shared memory to the kernel.
+        refusal: why no kernel of ours serves it, or None.
+        n: the width of what is written, where it decides something.
     """
 
     op: str
@@ -49,6 +53,7 @@ class FusedProblem:
     device: torch.device
     configure: Callable[[int, int], FusedConfig]
     refusal: str | None = None
+    n: int = 0
 
     @property
     def variant(self) -> str:
@@ -80,9 +85,12 @@ def no_room(problem: FusedProblem) -> str | None:
 
 def no_room_on_hopper(problem: FusedProblem) -> str | None:
     """The same on Hopper, where launches in parts are the faster way sooner."""
-    most = most_projected(hopper=True)
-    if problem.refusal is None and problem.m > most:
-        return f"M = {problem.m}, must be from 1 to {most}"
+    m, n, k = problem.m, problem.n, problem.k
+    if problem.refusal is None and not faster_on_hopper(m, n, k):
+        return (
+            f"N * K = {n} * {k}, M * K = {m} * {k}, must be at most {HOPPER_WEIGHT} and "
+            f"{HOPPER_TOKENS}"
+        )
     return problem.refusal or _no_room(problem, SMEM_LIMIT_SM90)
 
 
@@ -155,7 +163,7 @@ def projection_problem(
         reason = f"K = {k}, must be at most {MAX_K}"
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"x is {dtype}, must be bfloat16 or float16"
-    return FusedProblem("projection", m, k, device, configure, reason)
+    return FusedProblem("projection", m, k, device, configure, reason, n)
 
 
 def _name(dtype: torch.dtype) -> str:

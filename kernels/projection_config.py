@@ -23,6 +23,8 @@ WARP_BLOCKS, MOST_BLOCKS = 4, 8
 MOST_CHUNKS = 8
 #: Past this, more stages only lengthen the fill; fewer than these hide no latency.
 MAX_STAGES, FEW_STAGES = 48, 4
+#: On Hopper: bytes of a weight, and elements of all tokens, up to which one launch is faster.
+HOPPER_WEIGHT, HOPPER_TOKENS = 1 << 22, 1 << 12
 #: What is fetched into L2 while the kernel before still runs; all of it goes through TMA twice.
 EARLY_BYTES = 32 * 1024
 #: Shared memory that is not the tokens', at least.
@@ -45,7 +47,7 @@ class ProjectionConfig:
             again.
         row_warps: warps side by side, each with every ``row_warps``-th block; the others have other
             slabs.
-        stages: of the ring, each a slab of the blocks.
+        stages: of the ring, each a slab of the blocks; a multiple of the warps that share K.
         pdl: programmatic dependent launch.
     """
 
@@ -143,8 +145,11 @@ class ProjectionConfig:
                 f"row_warps: got {self.row_warps} for {self.blocks} blocks, must be 1, 2, 4 or 8, "
                 f"of at most {WARP_BLOCKS} blocks each"
             )
-        if not 0 < self.stages <= 32 * WARPS:
-            raise ValueError(f"stages: got {self.stages}, must be from 1 to {32 * WARPS}")
+        if not 0 < self.stages <= 32 * WARPS or self.stages % self.k_warps:
+            raise ValueError(
+                f"stages: got {self.stages}, must be a multiple of {self.k_warps} "
+                f"up to {32 * WARPS}"
+            )
         self.row_config.check()
         return self
 
@@ -180,8 +185,9 @@ def projection_config(
             dtype, weight, bias, residual, rows, shape, -(-k // SLAB), blocks, row_warps, 0
         )
         stages = (smem_limit - config.smem_bytes) // (config.stage_bytes + 2 * MBARRIER_BYTES)
-        found = replace(config, stages=max(0, min(stages, MAX_STAGES, passes * config.slabs)))
-        if found.stages >= min(FEW_STAGES, config.slabs):
+        stages = min(stages, MAX_STAGES, passes * config.slabs + config.k_warps - 1)
+        found = replace(config, stages=max(0, stages // config.k_warps * config.k_warps))
+        if found.stages >= FEW_STAGES:
             break
     assert found is not None
     return found
@@ -193,13 +199,13 @@ def room_for(m: int, k: int, smem_limit: int) -> bool:
     return 0 < rows * -(-k // SLAB) * SLAB <= smem_limit - OTHER_BYTES
 
 
-def most_projected(hopper: bool) -> int:
-    """Tokens up to which one launch is the faster way.
+def faster_on_hopper(m: int, n: int, k: int) -> bool:
+    """Whether one launch is the faster way there.
 
-    On Hopper ``mma.sync`` takes e4m3 apart into fp16, and weights come so fast that every CTA's
-    normalising all tokens is longer than that, past a few.
+    ``mma.sync`` takes e4m3 apart into fp16 there, weights come so fast that normalising all tokens
+    in every CTA takes as long, and with large ones no CTA of the next kernel fits beside.
     """
-    return 4 if hopper else max(ROWS)
+    return n * k <= HOPPER_WEIGHT and m * k <= HOPPER_TOKENS
 
 
 #: Models' projections: outputs, K, whether normalised first.
@@ -218,7 +224,7 @@ def shipped_projections(target: str | None) -> list[ProjectionConfig]:
     smem = SMEM_LIMIT_SM90 if hopper else SMEM_LIMIT_SM120
     found = []
     for n, k, norm in SHAPES:
-        for m in (m for m in ROWS if m <= most_projected(hopper)):
+        for m in (m for m in ROWS if not hopper or faster_on_hopper(m, n, k)):
             weight = "bfloat16" if norm else None
             config = projection_config(
                 m, n, k, sms=sms, smem_limit=smem, weight=weight, residual=not norm

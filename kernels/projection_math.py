@@ -75,12 +75,16 @@ class ProjectionMath:
         acc.fill(0.0)
         config = self.config
         row_warp, k_warp = warp % config.row_warps, warp // config.row_warps
-        stage, phase = skip(Int32(0), Int32(0), number * config.slabs + k_warp, config.stages)
+        # Of all slabs of all passes, a warp has every so many: then a stage is always the same
+        # warps', who cannot take an earlier phase of its barrier for the one that they wait for.
+        before = number * config.slabs
+        first = (before + config.k_warps - 1 - k_warp) // config.k_warps * config.k_warps + k_warp
+        stage, phase = skip(Int32(0), Int32(0), first, config.stages)
         a = fragment_address(ring.weights, SLAB, Int32(0), lane % 16, lane // 16)
         b = self._token_address(codes, lane)
-        for step in cutlass.range(cute.ceil_div(config.slabs - k_warp, config.k_warps), unroll=1):
+        slab = first - before
+        for _ in cutlass.range(cute.ceil_div(config.slabs - slab, config.k_warps), unroll=1):
             wait(ring.full + stage, phase)
-            slab = k_warp + step * self.config.k_warps
             self._multiply_slab(
                 acc,
                 a + stage * self.config.stage_bytes,
@@ -93,6 +97,7 @@ class ProjectionMath:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(ring.empty + stage)
             stage, phase = skip(stage, phase, Int32(self.config.k_warps), self.config.stages)
+            slab += self.config.k_warps
 
     @cute.jit
     def _token_address(self, codes: Int32, lane: Int32) -> Int32:

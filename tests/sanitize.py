@@ -145,7 +145,7 @@ def wrong_blocks(device: str = "cuda") -> int:
 
 def wrong_projections(device: str = "cuda") -> int:
     """How many projections of few tokens are wrong: tails, several passes, rounds of rows."""
-    fused.most_projected = lambda hopper: fused.MOST_PROJECTED
+    fused.faster_on_hopper = lambda m, n, k: True
     native = device == "cuda" and torch.cuda.get_device_capability()[0] == 12
     found = 0
     for m, n, k in ((1, 72, 144), (3, 1000, 400), (16, 136, 2064)):

@@ -44,7 +44,7 @@ def few(rows: Tensor, variant: str) -> bool:
         rows.is_cuda
         and variant == "per_token"
         and 0 < m <= MOST_PROJECTED
-        and settings.current().choice is None
+        and not settings.pinned()
     )
 
 

@@ -303,6 +303,8 @@ def test_launches(case: DecoderCase, device: str, launched: Callable[..., list[s
     cute_fp8.decoder_block(x, case.weights, at, cache)
     cache.length = 0
     names = launched(lambda: cute_fp8.decoder_block(x, case.weights, at, cache))
+    # cuDNN's attention has a word of its own cleared.
+    names = [name for name in names if not name.startswith("Memset")]
     assert len(names) == (9 if case.config.variant == "mxfp8" else 10), names
 
 
@@ -318,7 +320,7 @@ def test_launches_of_few_tokens(launched: Callable[..., list[str]]) -> None:
         cute_fp8.decoder_block(x, case.weights, case.at(100, 1), cache)
 
     call()
-    names = launched(call)
+    names = [name for name in launched(call) if not name.startswith("Memset")]
     assert 5 <= len(names) <= 6, names
     assert [sum(kernel in name for name in names) for kernel in ("Projection", "Mlp")] == [2, 1]
 

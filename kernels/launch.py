@@ -1,4 +1,5 @@
-"""The launch of ``gemm_sm120.GemmSm120`` as plain data: no DSL, no torch.
+"""The launches of ``gemm_sm120.GemmSm120`` and ``projection.Projection`` as plain data: no DSL, no
+torch.
 
 What tools need that look at a kernel from outside: its grid, its shared memory, its TMA
 descriptors, and the compiled kernel's parameters in order, with the bytes that each takes.
@@ -15,9 +16,12 @@ from .config import (
     SCALE_BLOCK_BYTES,
     SCALE_BLOCK_K,
     SCALE_BLOCK_ROWS,
+    WARP_SIZE,
     GemmConfig,
     workspace_words,
 )
+from .mlp_config import BLOCK, SLAB
+from .projection_config import WARPS, ProjectionConfig
 
 TMA_DESCRIPTOR_BYTES = 128
 
@@ -56,7 +60,15 @@ class Integers:
         return 4 * len(self.values)
 
 
-Parameter = Descriptor | Pointer | Integers
+@dataclass(frozen=True)
+class Float:
+    """An fp32."""
+
+    value: float
+    size: int = 4
+
+
+Parameter = Descriptor | Pointer | Integers | Float
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,31 @@ def describe(config: GemmConfig, m: int, n: int, k: int, max_ctas: int, splits: 
     parameters += [Integers((size,)) for size in (*sizes, m, n)]
     ctas = min(tiles_m * tiles_n * splits, max_ctas)
     return Launch(ctas, tile.threads, config.smem_bytes, tuple(parameters))
+
+
+def describe_projection(config: ProjectionConfig, n: int, max_ctas: int) -> Launch:
+    """The launch of a projection of as many tokens as there is room for, of the smallest K, all
+    tensors contiguous.
+    """
+    m, k = config.rows, config.least_k
+    box = (SLAB, BLOCK * config.blocks)
+    parameters: list[Parameter] = [
+        Descriptor("weight", "u8", (k, n), k, box, "128B"),
+        Integers((n, k)),
+        _matrix("x", m, k),
+    ]
+    if config.weight:
+        parameters.append(Pointer("norm", ((8, "u32", k),), 16))
+    parameters.append(Pointer("weight_scales", ((8, "u32", n),), 16))
+    if config.bias:
+        parameters.append(Pointer("bias", ((8, "u32", n),), 16))
+    if config.residual:
+        parameters.append(_matrix("residual", m, n))
+    parameters += [_matrix("codes", m, k), Pointer("scales", ((8, "u32", m),), 16)]
+    parameters.append(_matrix("out", m, n))
+    parameters += [Integers((size,)) for size in (m, n, k)] + [Float(1e-6), Float(1 / k)]
+    ctas = min(-(-n // BLOCK), max_ctas)
+    return Launch(ctas, WARP_SIZE * WARPS, config.smem_bytes, tuple(parameters))
 
 
 def _descriptors(config: GemmConfig, m: int, n: int, k: int) -> Iterator[Descriptor]:

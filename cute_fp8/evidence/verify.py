@@ -27,13 +27,24 @@ from typing import Any
 from cute_fp8 import compiler, shipped
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.configs import Config
-from cute_fp8.kernels.launch import Descriptor, Launch, Pointer, describe
+from cute_fp8.kernels.launch import (
+    Descriptor,
+    Float,
+    Launch,
+    Pointer,
+    describe,
+    describe_projection,
+)
+from cute_fp8.kernels.mlp_config import BLOCK
+from cute_fp8.kernels.projection_config import ProjectionConfig
 from cute_fp8.targets import check_target
 
 SCHEMA = "spverify.kernel-input/v1"
 PASS, UNSUPPORTED = "race_free", "unsupported"
 #: Of one check; memory in MiB.
 TIMEOUT_SECONDS, MEMORY_LIMIT_MIB = 300, 8_000
+#: Rows of a projection that is checked, at most.
+MOST_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,13 @@ def problem_of(config: GemmConfig) -> tuple[int, int, int]:
     return tile.groups * tile.m + 2, tile.n, (tile.stages + 1) * tile.k - 32
 
 
-def launch_of(config: GemmConfig) -> Launch:
-    """The launch of the check, on one CTA: split-K with two parts of each tile."""
+def launch_of(config: GemmConfig | ProjectionConfig) -> Launch:
+    """The launch of the check, on one CTA: split-K with two parts of each tile; a projection with
+    so many passes over K that a stage is used again.
+    """
+    if isinstance(config, ProjectionConfig):
+        passes = config.stages // config.slabs + 1
+        return describe_projection(config, BLOCK * config.blocks * passes, max_ctas=1)
     return describe(config, *problem_of(config), max_ctas=1, splits=2 if config.split_k else 1)
 
 
@@ -110,6 +126,9 @@ def verifier_input(ptx: str, launch: Launch) -> dict[str, Any]:
                 {"type": kind_, "parameter": name, "offset": offset, "value": value}
                 for offset, kind_, value in parameter.fields
             ]
+        elif isinstance(parameter, Float):
+            value = {"type": "f32", "value": parameter.value}
+            arguments.append({"parameter": name, "offset": 0, **value})
         else:
             arguments += [
                 {"type": "u32", "parameter": name, "offset": 4 * i, "value": value}
@@ -167,12 +186,13 @@ def verify_kernel(config: Config, target: str) -> Proof:
     """
     check_target(target)
     start, digest = time.perf_counter(), ""
-    if not isinstance(config, GemmConfig):
+    if not isinstance(config, GemmConfig | ProjectionConfig):
         result = UNSUPPORTED
         details = "its launch is not described" if config.smem_bytes else "no shared memory"
     else:
-        # Atomics, by which parts of split-K are added up, are not modelled.
-        config = replace(config, fix_up=False)
+        if isinstance(config, GemmConfig):
+            # Atomics, by which parts of split-K are added up, are not modelled.
+            config = replace(config, fix_up=False)
         ptx = build_ptx(config, target)
         digest = digest_of(ptx)
         result, details = check_ptx(ptx, launch_of(config))
@@ -221,14 +241,16 @@ def _tool() -> str:
 
 def verified_configs(ops: str | None = None) -> list[Config]:
     """Of shipped kernels that differ in their epilogue alone, which has no part in shared memory
-    or barriers, one.
+    or barriers, one. Of projections, where every row is minutes of work, those with few.
     """
-    configs = [
-        config
-        for config in shipped.shipped_configs()
-        if not isinstance(config, GemmConfig) or config.epilogue == EpilogueConfig()
-    ]
+    configs = [config for config in shipped.shipped_configs() if not _left_out(config)]
     return shipped.matching(configs, ops)
+
+
+def _left_out(config: Config) -> bool:
+    if isinstance(config, ProjectionConfig):
+        return config.rows > MOST_ROWS
+    return isinstance(config, GemmConfig) and config.epilogue != EpilogueConfig()
 
 
 def verify_kernels(targets: list[str], ops: str | None = None) -> Iterator[Proof]:

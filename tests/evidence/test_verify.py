@@ -13,6 +13,8 @@ from cute_fp8 import cli, shipped
 from cute_fp8.evidence import verify
 from cute_fp8.evidence.verify import build_ptx, check_ptx, launch_of, verify_kernel
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig
+from cute_fp8.kernels.projection_config import ProjectionConfig
+from cute_fp8.kernels.row_config import RowShape
 from cute_fp8.kernels.tiles import TILE_64x64
 
 #: Two stages: the same code as any number of them, checked in seconds.
@@ -20,6 +22,10 @@ QUICK = GemmConfig(TileConfig(32, 64, 128, 2, 2, stages=2), EpilogueConfig())
 QUICK_MX = GemmConfig(QUICK.tile, QUICK.epilogue, "mxfp8")
 PINGPONG = GemmConfig(TileConfig(32, 32, 128, 1, 1, stages=2, pingpong=True), EpilogueConfig())
 SWAPPED = GemmConfig(TileConfig(8, 64, 128, 1, 2, stages=2, swap_ab=True), EpilogueConfig())
+#: A warp's rows in several rounds, a weight's in several passes, all stages used again.
+PROJECTION = ProjectionConfig(
+    "bfloat16", None, None, True, 2, RowShape(64, 1), slabs=3, blocks=1, row_warps=1, stages=8
+)
 #: A wait for a phase of a barrier, in PTX.
 WAIT = re.compile(r"\t\{\n\t?\.reg \.pred done;.*?\n\t?\}\n", re.DOTALL)
 BOTH = pytest.mark.parametrize("config", [QUICK, QUICK_MX], ids=lambda config: config.variant)
@@ -46,21 +52,32 @@ def check(config: GemmConfig, text: str) -> tuple[str, str]:
         replace(QUICK_MX, tile=replace(QUICK.tile, k=64)),
         replace(QUICK_MX, tile=replace(QUICK.tile, k=64), split_k=True),
         GemmConfig(TILE_64x64, EpilogueConfig()),
+        PROJECTION,
+        replace(PROJECTION, weight="bfloat16", bias="bfloat16", residual=False),
     ],
     ids=lambda config: config.name,
 )
-def test_kernels_of_every_kind_are_proved(config: GemmConfig) -> None:
+def test_kernels_of_every_kind_are_proved(config: GemmConfig | ProjectionConfig) -> None:
     """With few stages, but for one; `cute_fp8 verify` checks all that is shipped."""
     proof = verify_kernel(config, "sm_120a")
     assert proof.proved, proof
 
 
-def test_what_is_checked_is_all_that_is_shipped_but_for_epilogues() -> None:
+def test_what_is_checked_is_all_that_is_shipped_but_for_epilogues_and_rows() -> None:
     checked = verify.verified_configs()
     for config in shipped.shipped_configs():
+        if isinstance(config, ProjectionConfig) and config.rows > verify.MOST_ROWS:
+            continue
         if isinstance(config, GemmConfig):
             config = replace(config, epilogue=EpilogueConfig())
         assert config in checked
+
+
+def test_stages_that_go_from_warp_to_warp_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another warp's older round of a stage is taken for one's own."""
+    monkeypatch.setattr(ProjectionConfig, "check", lambda config: config)
+    proof = verify_kernel(replace(PROJECTION, stages=2), "sm_120a")
+    assert proof.result == "not_wellsynced", proof
 
 
 def test_ping_pong_without_turns_is_reported() -> None:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-import torch
-
 from cute_fp8.choice import Choice, Pick, Tile, choice_of
 
 BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
@@ -39,11 +37,6 @@ _of_process = Settings(
 )
 _current: ContextVar[Settings] = ContextVar("cute_fp8_settings", default=_of_process)
 current = _current.get
-
-
-def pinned() -> bool:
-    """Whether a configuration is pinned; under tracing, which cannot look at it, nobody's is."""
-    return not torch.compiler.is_compiling() and current().choice is not None
 
 
 @contextmanager

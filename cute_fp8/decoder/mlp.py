@@ -41,7 +41,7 @@ def mlp(rows: Tensor, weights: DecoderWeights) -> MlpResult:
     parts = (weights.mlp_norm, c.eps, gate_up, down, c.variant)
     biased = gate_up.bias is not None or down.bias is not None
     few = rows.is_cuda and c.variant == "per_token" and 0 < rows.shape[0] <= MOST_TOKENS
-    if biased or not few or settings.pinned():
+    if biased or not few or settings.current().choice is not None:
         return in_parts(rows, *parts)
     plain = is_plain((rows, weights.mlp_norm, *gate_up, *down))
     kernel = _kernel(rows, weights.mlp_norm, c.ffn) if plain else None

@@ -38,14 +38,9 @@ def norm_project(rows: Tensor, norm: Tensor, eps: float, w: Projection, variant:
 
 
 def few(rows: Tensor, variant: str) -> bool:
-    """Whether there may be a kernel for rows ``[M, K]``; under tracing nobody knows it better."""
+    """Whether there may be a kernel for rows ``[M, K]``, as far as tracing can know."""
     m: int = rows.shape[0]
-    return (
-        rows.is_cuda
-        and variant == "per_token"
-        and 0 < m <= MOST_PROJECTED
-        and not settings.pinned()
-    )
+    return rows.is_cuda and variant == "per_token" and 0 < m <= MOST_PROJECTED
 
 
 def project(rows: Tensor, w: Projection, residual: Tensor) -> Projected:
@@ -110,6 +105,8 @@ def _kernel(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> compiler.Kernel | None:
+    if settings.current().choice is not None:
+        return None
     (m, k), n, device = rows.shape, codes.shape[0], rows.device
     dtypes = [None if t is None else t.dtype for t in (norm, bias)]
     key = (m, n, k, rows.dtype, *dtypes, residual is None, device, settings.current())

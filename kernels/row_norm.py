@@ -18,14 +18,17 @@ from .row_values import chunk_words, multiply, narrow, widened
 
 
 class RowNorm:
-    """RMSNorm or LayerNorm; nothing where there is none."""
+    """RMSNorm or LayerNorm; nothing where there is none.
 
-    def __init__(self, config: RowConfig, source: RowSource):
+    ``early_weights``: load them together with x; by default where there are registers for it.
+    """
+
+    def __init__(self, config: RowConfig, source: RowSource, early_weights: bool | None = None):
         self.config, self.source = config, source
         self.dtype = DTYPES[config.dtype]
         self.weight, self.bias = (DTYPES.get(name or "") for name in (config.weight, config.bias))
-        # The weights are waited for together with x, unless there are too few registers.
-        self.early_weights = config.op in NORMS and config.shape.chunks <= 2
+        few = config.shape.chunks <= 2 if early_weights is None else early_weights
+        self.early_weights = config.op in NORMS and few
         self.streams = config.shape.streams
 
     @cute.jit
@@ -84,6 +87,11 @@ class RowNorm:
         else:
             total = self._panel_sum(held, row, 0, mean, squares)
         return total
+
+    @cute.jit
+    def squares(self, held: cute.Tensor, row: Row) -> Float32:
+        """This thread's part of the sum of squares of a row that is held."""
+        return self._panel_sum(held, row, 0, Float32(0.0), True)
 
     @cute.jit
     def _panel_sum(

@@ -43,9 +43,8 @@ class RowOutput:
         """Codes, scales of blocks, and what is quantised if it is wanted; overwrites ``held``."""
         if cutlass.const_expr(self.config.keep):
             self._write_kept(held, operands, row, panel)
-        if cutlass.const_expr(self.per_token and self.dtype is BFloat16):
-            if scale.lift != Float32(1.0):
-                self._lift(held)
+        if cutlass.const_expr(self.per_token):
+            self.lift(held, scale)
         for i in cutlass.range_constexpr(self.config.shape.chunks):
             chunk, inside = chunk_of(row, panel, i, self.config.shape)
             values = widened(held[None, i], self.dtype)
@@ -70,12 +69,14 @@ class RowOutput:
                 store_vector(held[None, i], operands.kept, offset)
 
     @cute.jit
-    def _lift(self, held: cute.Tensor):
+    def lift(self, held: cute.Tensor, scale: TokenScale):
         """Multiply by the power of two of rows whose scale is huge: exact where a code is not 0."""
-        factors = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
-        factors.fill(LOWER_PAIR)
-        for i in cutlass.range_constexpr(self.config.shape.chunks):
-            multiply(held[None, i], factors, self.dtype)
+        if cutlass.const_expr(self.dtype is BFloat16):
+            if scale.lift != Float32(1.0):
+                factors = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
+                factors.fill(LOWER_PAIR)
+                for i in cutlass.range_constexpr(self.config.shape.chunks):
+                    multiply(held[None, i], factors, self.dtype)
 
     @cute.jit
     def _block_amax(self, chunk: cute.Tensor) -> Int32:

@@ -15,6 +15,23 @@ from cutlass.cutlass_dsl import select_
 from .config import WARP_SIZE
 
 
+class Exchange(NamedTuple):
+    """Where the warps of several rows side by side, each thread with several rows, meet.
+
+    Attributes:
+        words: Int32, ``(warps of the CTA that take part, rows of a thread)``.
+        warps: of a row; all_warps: that take part; barrier: the number of one for them alone.
+            Trace-time constants.
+        thread: of those that take part.
+    """
+
+    words: cute.Tensor
+    warps: int
+    all_warps: int
+    barrier: int
+    thread: Int32
+
+
 class RowThreads(NamedTuple):
     """Where a thread is in its row.
 
@@ -68,3 +85,44 @@ def _exchanged(
     warp = threads.lane % group
     other = words[threads.first + cutlass.min(warp, Int32(threads.warps - 1))]
     return Int32(select_(warp < threads.warps, other, Int32(0)))
+
+
+@cute.jit
+def all_max(values: cute.Tensor, exchange: Exchange):
+    """``row_max`` of each of a thread's rows, in place, with one barrier for all of them."""
+    count = cute.size(values)
+    for i in cutlass.range_constexpr(count):
+        values[i] = cute.arch.warp_redux_sync(values[i], "max")
+    if cutlass.const_expr(exchange.warps > 1):
+        _exchange_all(values, exchange, 32)
+        for i in cutlass.range_constexpr(count):
+            values[i] = cute.arch.warp_redux_sync(values[i], "max")
+
+
+@cute.jit
+def all_sums(values: cute.Tensor, exchange: Exchange):
+    """``row_sum`` of each of a thread's rows, in place and in the same order."""
+    count = cute.size(values)
+    for i in cutlass.range_constexpr(count):
+        values[i] = cute.arch.warp_reduction_sum(values[i])
+    if cutlass.const_expr(exchange.warps > 1):
+        group = 1 << (exchange.warps - 1).bit_length()
+        _exchange_all(cute.recast_tensor(values, Int32), exchange, group)
+        for i in cutlass.range_constexpr(count):
+            values[i] = cute.arch.warp_reduction_sum(values[i], threads_in_group=group)
+
+
+@cute.jit
+def _exchange_all(values: cute.Tensor, exchange: Exchange, group: cutlass.Constexpr):
+    """``_exchanged`` of several rows."""
+    warp, lane = exchange.thread // WARP_SIZE, exchange.thread % WARP_SIZE
+    count = cute.size(values)
+    if lane == 0:
+        for i in cutlass.range_constexpr(count):
+            exchange.words[warp, i] = values[i]
+    cute.arch.barrier(barrier_id=exchange.barrier, number_of_threads=WARP_SIZE * exchange.all_warps)
+    # The first warp of this one's row.
+    first, other = warp // exchange.warps * exchange.warps, lane % group
+    for i in cutlass.range_constexpr(count):
+        word = exchange.words[first + cutlass.min(other, Int32(exchange.warps - 1)), i]
+        values[i] = Int32(select_(other < exchange.warps, word, Int32(0)))

@@ -93,7 +93,13 @@ def fragment_address(
             fragment.
         half: which 16 bytes of the 32-byte k-block.
     """
-    return stages.iterator.toint() + (first_row + row) * k + (half * 16 ^ swizzle_bits(row, k))
+    return line_address(stages.iterator.toint() + first_row * k, k, row, half)
+
+
+@cute.jit
+def line_address(tile: Int32, k: cutlass.Constexpr, row: Int32, half: Int32) -> Int32:
+    """The same of any tile, by its address, a multiple of the swizzle's period or of 8 rows."""
+    return tile + row * k + (half * 16 ^ swizzle_bits(row, k))
 
 
 @cute.jit

@@ -3,15 +3,15 @@
 Every CTA reads all rows and does the same work: no CTA waits for another. That pays where the rows
 are few: what a meeting of the grid costs is saved, and so is the way of the codes through L2.
 
-Codes lie as an MMA's operand does that TMA has brought: *slabs* of 128 of K, of each slab a line of
-128 bytes a row, in which the 16-byte pieces are permuted by the row number (``smem.py``). A slab has
-as many lines as there is room for rows, also fewer than the 8 of an MMA: whoever reads takes the
-row number modulo the room.
+Codes lie as an MMA's operand does that TMA has brought: *slabs* of 128 of K, of each slab a line
+of 128 bytes a row, in which the 16-byte pieces are permuted by the row number (``smem.py``). A slab
+has as many lines as there is room for rows, also fewer than the 8 of an MMA: whoever reads takes
+the row number modulo the room.
 
-The threads of a CTA are cut into groups of as many as a row has by its :class:`RowShape`, whose rows
-lie side by side; a group takes several rows together, whose reductions share their barriers. A
-row's sum is added up as ``row_quantize.py`` does it with the same shape: codes and scales are the
-same, bit for bit.
+The threads of a CTA are cut into groups of as many as a row has by its :class:`RowShape`, whose
+rows lie side by side; a group takes several rows together, whose reductions share their barriers.
+A row's sum is added up as ``row_quantize.py`` does it with the same shape: codes and scales are the
+same, bit for bit. Warps that make no group have no row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass.cutlass_dsl import select_
 
 from .config import WARP_SIZE
 from .e4m3 import token_codes, token_scale
@@ -61,9 +62,12 @@ class OwnRows:
         config: per token, 16 bits, rows that are held; ``rmsnorm`` or ``quantize``.
         rows: for which there is room.
         warps: that share the work; barrier: the number of one for them alone.
+        most: chunks of 8 elements that a thread holds at a time, of all its rows.
     """
 
-    def __init__(self, config: RowConfig, rows: int, warps: int, barrier: int):
+    def __init__(
+        self, config: RowConfig, rows: int, warps: int, barrier: int, most: int = MOST_CHUNKS
+    ):
         self.config, self.rows, self.warps, self.barrier = config, rows, warps, barrier
         self.dtype = DTYPES[config.dtype]
         self.source = RowSource(config)
@@ -72,7 +76,7 @@ class OwnRows:
         #: Rows side by side, and of a thread.
         self.side = warps // config.warps
         of_group = -(-rows // self.side)
-        batches = -(-of_group * config.shape.chunks // MOST_CHUNKS)
+        batches = -(-of_group * config.shape.chunks // most)
         self.deep = -(-of_group // batches)
         #: Shared words that it needs: of two reductions.
         self.words = 2 * self.deep * warps
@@ -100,6 +104,8 @@ class OwnRows:
         threads = self.config.shape.threads
         group, inner = thread // threads, thread % threads
         weights = self.norm.registers()
+        if cutlass.const_expr(self.warps % self.config.warps):
+            group = Int32(select_(group < self.side, group, m))
         batch = self.side * self.deep
         for number in cutlass.range(cute.ceil_div(m, batch), unroll=1):
             first = number * batch + group
@@ -114,7 +120,7 @@ class OwnRows:
             if cutlass.const_expr(self.config.op not in NORMS and batch < self.rows):
                 # The next rows' only words are these; a norm's first barrier does as much.
                 cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARP_SIZE * self.warps)
-        self._clear(own, k, slabs, thread)
+        clear_past(own.address, self.rows, k, slabs, WARP_SIZE * self.warps, thread)
 
     @cute.jit
     def load(
@@ -207,18 +213,24 @@ class OwnRows:
                         offset = Int64(row.index) * operands.codes.stride[0] + chunk * CHUNK
                         store_codes(words, operands.codes, offset)
 
-    @cute.jit
-    def _clear(self, own: OwnCodes, k: Int32, slabs: Int32, thread: Int32):
-        """What is in the slabs past k: a weight's zeros there meet no NaN."""
-        first = k // CHUNK
-        count = slabs * (SLAB // CHUNK) - first
-        zeros = cute.make_rmem_tensor(CHUNK // 4, Int32)
-        zeros.fill(0)
-        threads = WARP_SIZE * self.warps
-        for i in cutlass.range(cute.ceil_div(count * self.rows - thread, threads), unroll=1):
-            item = thread + i * threads
-            row, chunk = item % self.rows, first + item // self.rows
-            store_own(zeros, own.address, row, chunk, self.rows)
+
+@cute.jit
+def clear_past(
+    address: Int32,
+    rows: cutlass.Constexpr,
+    k: Int32,
+    slabs: Int32,
+    threads: cutlass.Constexpr,
+    thread: Int32,
+):
+    """Zeros to what is in the slabs past k: a weight's zeros there meet no NaN."""
+    first = k // CHUNK
+    count = slabs * (SLAB // CHUNK) - first
+    zeros = cute.make_rmem_tensor(CHUNK // 4, Int32)
+    zeros.fill(0)
+    for i in cutlass.range(cute.ceil_div(count * rows - thread, threads), unroll=1):
+        item = thread + i * threads
+        store_own(zeros, address, item % rows, first + item // rows, rows)
 
 
 @cute.jit

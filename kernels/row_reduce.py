@@ -124,5 +124,7 @@ def _exchange_all(values: cute.Tensor, exchange: Exchange, group: cutlass.Conste
     # The first warp of this one's row.
     first, other = warp // exchange.warps * exchange.warps, lane % group
     for i in cutlass.range_constexpr(count):
-        word = exchange.words[first + cutlass.min(other, Int32(exchange.warps - 1)), i]
+        at = first + cutlass.min(other, Int32(exchange.warps - 1))
+        # Warps that have no row read something that is there.
+        word = exchange.words[cutlass.min(at, Int32(exchange.all_warps - 1)), i]
         values[i] = Int32(select_(other < exchange.warps, word, Int32(0)))

@@ -31,7 +31,8 @@ REGISTER_GROUP, PRODUCER_REGISTERS, MMA_REGISTERS = 4, 40, 232
 #: One 64-bit mbarrier.
 MBARRIER_BYTES = 8
 #: Split-K counts arrivals per output tile and warp. The counters have the first words of every
-#: workspace to themselves: they are 0 between launches, the parts of tiles after them are not.
+#: workspace to themselves: they are 0 between launches, the parts of tiles after them are not. So
+#: is what the MLP kernel has there.
 WORKSPACE_COUNTERS = 1 << 15
 #: What cluster launch control writes: 16 bytes.
 CLC_ANSWER_BYTES = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32, Numeric
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import select_
 
@@ -14,6 +14,11 @@ ABS_MASK = 0x7FFFFFFF
 def bits_of(x: Float32) -> Int32:
     """The bits of ``x``."""
     return Int32(llvm.bitcast(Int32.mlir_type, x.ir_value()))
+
+
+def bits_of_half(x: Numeric) -> Int16:
+    """The bits of a number of 16 bits."""
+    return Int16(llvm.bitcast(Int16.mlir_type, x.ir_value()))
 
 
 def float_of(bits: Int32) -> Float32:

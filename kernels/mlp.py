@@ -6,27 +6,34 @@
        -- grid barrier: codes of all rows
     2  gate|up, silu * up       each CTA some channels, all of K; the product to global memory, and
                                 the largest magnitude of its part of every token
-       -- grid barrier: magnitudes of all tokens
+       -- announced: magnitudes of all CTAs' tokens
     3  quantise                 the CTA's own part of the product; codes to global memory
        -- grid barrier: codes of all products
     4  down, + x                each CTA some channels, all of K
 
+Of few tokens (``MlpConfig.own``) every CTA does 1 and 3 for all of them, into its own shared
+memory. Then nobody waits before 2, and after it for the product itself, which is announced
+(``grid_barrier.py``): the grid meets once.
+
 Every weight is read once. All stages of both GEMMs are one ring, and weights wait for nobody but a
 free stage: at every barrier, and while a phase drains, the next phase's weights are on their way.
-The tokens of a stage, codes that other CTAs wrote, follow when their barrier lets them.
+The tokens of a stage, codes that other CTAs wrote, follow when their barrier lets them. Where all
+weights are few, a multiprocessor has room for two CTAs: the next kernel's begins, and fetches its
+weights into L2, when this one's has nothing more to load.
 
 Warp roles
-    =========  ======  ================================  ==========================  ============
-    role       warps   waits on                          arrives on                  of a stage
-    =========  ======  ================================  ==========================  ============
-    math       0-7     full[stage]; grid (magnitudes)    empty[stage]; grid (all 3)  1 per warp
-    weights    8       empty[stage]                      full[stage] (+ tx bytes)    1
-    tokens     9       empty[stage]; grid (codes, both)  full[stage] (+ tx bytes)    1
-    =========  ======  ================================  ==========================  ============
+    =========  ======  ================================  ============================  ============
+    role       warps   waits on                          arrives on                    of a stage
+    =========  ======  ================================  ============================  ============
+    math       0-7     full[stage], filled[stage];       empty[stage]; grid (codes)    1 per warp
+                       announcements
+    weights    8       empty[stage]; full, of earlier    full[stage] (+ tx bytes)      1
+    tokens     9       empty[stage]; grid (codes)        filled[stage] (+ tx bytes)    1
+    =========  ======  ================================  ============================  ============
 
 Constraints: M at most ``MlpConfig.tokens``; hidden and FFN width multiples of 16, gate|up
 interleaved by 8; one CTA on every SM, all resident together; a workspace whose counters are 0,
-which they are again when the kernel ends.
+and what is announced, too, which they are again when the kernel ends.
 """
 
 from __future__ import annotations
@@ -39,42 +46,49 @@ from cutlass import Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .barriers import wait
+from .config import WARP_SIZE
 from .epilogue import DTYPES
 from .grid_barrier import arrive, fence_proxies, wait_for
 from .mlp_config import (
     BLOCK,
     COUNTERS,
     HIDDEN_MULTIPLE,
+    MMA_THREADS,
     MMA_WARPS,
     SLAB,
-    UNIT_BYTES,
     WARPS,
-    WORKSPACE_WORDS,
     MlpConfig,
 )
 from .mlp_math import MlpMath
 from .mlp_parts import (
+    MMA_BARRIER,
     Loads,
     Problem,
     Ring,
+    Span,
     Tensors,
     counter,
     make_ring,
     pass_of,
     passes_of,
     place,
+    sizes_of,
     span_of,
     steps_of,
     sync_mma_warps,
 )
 from .mlp_tokens import MlpTokens
+from .mlp_weights import MlpWeights
 from .mma import Instruction
-from .prefetch import tma_prefetch
-from .ring import advance
+from .ring import advance, skip
 from .smem import tma_load, tma_load_atom
 
 #: Counters of the grid, in the order in which they are waited for; then those that have gone.
-_NORMED, _MEASURED, _QUANTISED, _GONE = range(COUNTERS)
+_NORMED, _QUANTISED, _GONE = range(COUNTERS)
+#: Percent of an SM's memory that are to be shared memory, where CTAs of two kernels meet.
+_CARVEOUT = 100
+#: The named barrier at which the tokens' warp waits for those that multiply.
+READ_BARRIER, READ_THREADS = MMA_BARRIER + 1, MMA_THREADS + WARP_SIZE
 
 
 class Mlp:
@@ -84,6 +98,7 @@ class Mlp:
         self.config = config.check()
         self.tokens = MlpTokens(config)
         self.math = MlpMath(config, instruction)
+        self.weights = MlpWeights(config)
 
     # ------------------------------------------------------------------ host
 
@@ -109,13 +124,15 @@ class Mlp:
     ):
         """Launch on ``stream``; tensors as in ``fake_arguments``."""
         config = self.config
-        slabs = config.slabs * config.stages
         loads = Loads(
             weights=[
                 tma_load_atom(w, BLOCK * cut.blocks, SLAB, 1)
                 for w, cut in zip((gate_up, down), config.cuts, strict=True)
             ],
-            tokens=[tma_load_atom(q, config.tokens, SLAB, slabs) for q in (codes, product_codes)],
+            tokens=[
+                None if k else tma_load_atom(q, config.tokens, SLAB, 1)
+                for q, k in zip((codes, product_codes), config.own, strict=True)
+            ],
         )
         tensors = Tensors(
             x,
@@ -134,7 +151,8 @@ class Mlp:
             grid=(ctas, 1, 1),
             block=(32 * WARPS, 1, 1),
             smem=config.smem_bytes,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=config.ctas,
+            preferred_smem_carveout=_CARVEOUT,
             cooperative=True,
             use_pdl=config.pdl,
             stream=stream,
@@ -148,70 +166,18 @@ class Mlp:
         ring = make_ring(loads, self.config, warp)
         if cutlass.const_expr(self.config.pdl):
             if warp == MMA_WARPS:
-                self.prefetch_weights(loads, problem, ring)
+                self.weights.prefetch(loads, problem, ring)
             # Nothing that an earlier kernel wrote, or still reads, is touched before this.
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
         if warp == MMA_WARPS:
-            self.load_weights(loads, problem, ring)
+            self.weights.load(loads, problem, ring)
+            if cutlass.const_expr(self.config.pdl):
+                # Not before: the next kernel may fill L2 with its own weights.
+                cute.arch.griddepcontrol_launch_dependents()
         elif warp > MMA_WARPS:
             self.load_tokens(loads, tensors, problem, ring, lane)
         else:
             self.compute(tensors, problem, ring, warp, lane, thread)
-
-    @cute.jit
-    def prefetch_weights(self, loads: Loads, problem: Problem, ring: Ring):
-        """One warp: the first stages' weights to L2, while the kernel before still runs.
-
-        Not yet to shared memory: should it be that kernel which writes them, L2 has what it wrote.
-        """
-        cut = self.config.gate_up
-        rows, k = self.sizes(problem, 0)
-        span = span_of(rows)
-        part = pass_of(span, Int32(0), cut)
-        steps = cutlass.min(steps_of(k, cut), Int32(self.config.stages))
-        if span.count == 0:
-            steps = Int32(0)
-        tiles = self.tiles(loads, part.first, 0)
-        for step in cutlass.range(steps, unroll=1):
-            for slab in cutlass.range_constexpr(self.config.gate_up.slabs):
-                source = tiles[None, None, step * self.config.gate_up.slabs + slab]
-                tma_prefetch(loads.weights[0], source, ring.weights[0][None, None, 0])
-
-    @cute.jit
-    def tiles(self, loads: Loads, block: Int32, gemm: cutlass.Constexpr) -> cute.Tensor:
-        """The boxes of a weight, along K, from a block on."""
-        rows = cute.domain_offset((block * BLOCK, 0), loads.weights[gemm].tma_tensor)
-        return cute.local_tile(rows, (BLOCK * self.config.cuts[gemm].blocks, SLAB), (0, None))
-
-    @cute.jit
-    def load_weights(self, loads: Loads, problem: Problem, ring: Ring):
-        """One warp: every stage's weights, as soon as the stage is free.
-
-        A copy is of as many blocks as a pass has at most. What is too much is the next CTA's, who
-        reads it at about the same time.
-        """
-        # A fresh barrier counts as having completed phase 1.
-        stage, phase = Int32(0), Int32(1)
-        for gemm in cutlass.range_constexpr(2):
-            cut = self.config.cuts[gemm]
-            rows, k = self.sizes(problem, gemm)
-            span = span_of(rows)
-            for number in cutlass.range(passes_of(span, cut), unroll=1):
-                part = pass_of(span, number, cut)
-                tiles = self.tiles(loads, part.first, gemm)
-                for step in cutlass.range(steps_of(k, cut), unroll=1):
-                    wait(ring.empty + stage, phase)
-                    full = ring.full + stage
-                    with cute.arch.elect_one():
-                        count = self.config.cuts[gemm].units * UNIT_BYTES
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, count)
-                    for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
-                        at = step * self.config.cuts[gemm].slabs + slab
-                        unit = stage * self.config.units + slab * self.config.cuts[gemm].blocks
-                        target = ring.weights[gemm][None, None, unit]
-                        tma_load(loads.weights[gemm], tiles[None, None, at], target, full)
-                    stage, phase = advance(stage, phase, self.config.stages)
 
     @cute.jit
     def load_tokens(
@@ -222,38 +188,61 @@ class Mlp:
         stage, phase = Int32(0), Int32(1)
         for gemm in cutlass.range_constexpr(2):
             cut = self.config.cuts[gemm]
-            rows, k = self.sizes(problem, gemm)
-            tma = loads.tokens[gemm]
-            tiles = cute.local_tile(tma.tma_tensor, (self.config.tokens, SLAB), (None, None))
+            rows, k = sizes_of(problem, gemm)
             span = span_of(rows)
-            wait_for(counter(tensors.workspace, _QUANTISED if gemm else _NORMED), ctas)
-            if cutlass.const_expr(gemm == 0):
-                self.tokens.fetch_scales(tensors, problem, ring, lane)
-            for _number in cutlass.range(passes_of(span, cut), unroll=1):
-                for step in cutlass.range(steps_of(k, cut), unroll=1):
-                    wait(ring.empty + stage, phase)
-                    full = ring.full + stage
-                    with cute.arch.elect_one():
-                        count = self.config.cuts[gemm].slabs * self.config.tokens * SLAB
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, count)
-                    for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
-                        source = tiles[None, None, 0, step * self.config.cuts[gemm].slabs + slab]
-                        target = ring.tokens[None, None, stage * self.config.slabs + slab]
-                        tma_load(loads.tokens[gemm], source, target, full)
-                    stage, phase = advance(stage, phase, self.config.stages)
-        self.reset(tensors.workspace, ctas, lane)
+            if cutlass.const_expr(self.config.own[gemm] > 0):
+                steps = passes_of(span, cut) * steps_of(k, cut)
+                stage, phase = skip(stage, phase, steps, self.config.stages)
+            else:
+                wait_for(counter(tensors.workspace, _QUANTISED if gemm else _NORMED), ctas)
+                if cutlass.const_expr(gemm == 0):
+                    self.tokens.fetch_scales(tensors, problem, ring, lane)
+                stage, phase = self.load_codes(loads, ring, gemm, span, k, stage, phase)
+        if cutlass.const_expr(self.config.own[1] > 0):
+            # The MMA warps have read what was announced.
+            cute.arch.barrier(barrier_id=READ_BARRIER, number_of_threads=READ_THREADS)
+        self.reset(tensors.workspace, problem, ctas, lane)
 
     @cute.jit
-    def reset(self, workspace: cute.Tensor, ctas: Int32, lane: Int32):
-        """The last CTA that waits for nothing any more: all counters and magnitudes to 0."""
+    def load_codes(
+        self,
+        loads: Loads,
+        ring: Ring,
+        gemm: cutlass.Constexpr,
+        span: Span,
+        k: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """One warp: the tokens of a GEMM's stages; the ring's position after them."""
+        cut = self.config.cuts[gemm]
+        tma = loads.tokens[gemm]
+        tiles = cute.local_tile(tma.tma_tensor, (self.config.tokens, SLAB), (None, None))
+        for _number in cutlass.range(passes_of(span, cut), unroll=1):
+            for step in cutlass.range(steps_of(k, cut), unroll=1):
+                wait(ring.empty + stage, phase)
+                full = ring.filled + stage
+                with cute.arch.elect_one():
+                    count = self.config.cuts[gemm].slabs * self.config.tokens * SLAB
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, count)
+                for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
+                    source = tiles[None, None, 0, step * self.config.cuts[gemm].slabs + slab]
+                    target = ring.tokens[gemm][None, None, (slab, stage)]
+                    tma_load(loads.tokens[gemm], source, target, full)
+                stage, phase = advance(stage, phase, self.config.stages)
+        return stage, phase
+
+    @cute.jit
+    def reset(self, workspace: cute.Tensor, problem: Problem, ctas: Int32, lane: Int32):
+        """The last CTA that waits for nothing any more: all counters and announcements to 0."""
         gone = Int32(0)
         if lane == 0:
             pointer = counter(workspace, _GONE)
             gone = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
         gone = cute.arch.shuffle_sync(gone, 0)
         if gone == ctas - 1:
-            for i in cutlass.range_constexpr(WORKSPACE_WORDS // 32):
-                workspace[i * 32 + lane] = Int32(0)
+            workspace[lane] = Int32(0)
+            self.tokens.announcements.clear(workspace, problem, lane)
 
     @cute.jit
     def compute(
@@ -266,37 +255,48 @@ class Mlp:
         thread: Int32,
     ):
         """Eight warps: normalise, multiply, quantise, multiply."""
-        ctas, _, _ = cute.arch.grid_dim()
-        self.tokens.normalise(tensors, problem, ring, thread)
-        self.meet(tensors.workspace, _NORMED, thread)
+        if cutlass.const_expr(self.config.own[0] > 0):
+            self.tokens.normalise_own(tensors, problem, ring, thread)
+        else:
+            self.tokens.normalise(tensors, problem, ring, thread)
+            self.meet(tensors.workspace, _NORMED, thread)
         acc = self.math.registers()
         stage, phase = Int32(0), Int32(0)
-        rows, k = self.sizes(problem, 0)
+        rows, k = sizes_of(problem, 0)
         span, cut = span_of(rows), self.config.gate_up
         for number in cutlass.range(passes_of(span, cut), unroll=1):
             part = pass_of(span, number, self.config.gate_up)
             channels = self.math.channel_scales(tensors, part, 0, warp, lane)
-            stage, phase = self.math.multiply(
-                acc, ring, self.config.gate_up, part.count, k, stage, phase, warp, lane
-            )
+            stage, phase = self.math.multiply(acc, ring, 0, part.count, k, stage, phase, warp, lane)
             self.math.add_up(acc, ring, self.config.gate_up, warp, lane)
             self.math.finish_product(acc, channels, tensors, problem, ring, part, warp, lane)
-        sync_mma_warps()
-        self.math.publish(tensors, problem, ring, thread)
-        self.meet(tensors.workspace, _MEASURED, thread)
-        wait_for(counter(tensors.workspace, _MEASURED), ctas)
-        self.tokens.quantise(tensors, problem, ring, span, thread)
-        self.meet(tensors.workspace, _QUANTISED, thread)
-        rows, k = self.sizes(problem, 1)
+        if cutlass.const_expr(self.config.own[1] > 0):
+            self.tokens.quantise_own(tensors, problem, ring, thread)
+            cute.arch.barrier_arrive(barrier_id=READ_BARRIER, number_of_threads=READ_THREADS)
+        else:
+            self.exchange(tensors, problem, ring, span, thread)
+        rows, k = sizes_of(problem, 1)
         span, cut = span_of(rows), self.config.down
         for number in cutlass.range(passes_of(span, cut), unroll=1):
             part = pass_of(span, number, self.config.down)
             channels = self.math.channel_scales(tensors, part, 1, warp, lane)
-            stage, phase = self.math.multiply(
-                acc, ring, self.config.down, part.count, k, stage, phase, warp, lane
-            )
+            residual = self.math.residual(tensors, problem, part, warp, lane)
+            stage, phase = self.math.multiply(acc, ring, 1, part.count, k, stage, phase, warp, lane)
             self.math.add_up(acc, ring, self.config.down, warp, lane)
-            self.math.finish_output(acc, channels, tensors, problem, ring, part, warp, lane)
+            self.math.finish_output(
+                acc, channels, residual, tensors, problem, ring, part, warp, lane
+            )
+
+    @cute.jit
+    def exchange(self, tensors: Tensors, problem: Problem, ring: Ring, span: Span, thread: Int32):
+        """The product of all CTAs as codes, each of which one of them makes."""
+        told = self.tokens.announcements
+        sync_mma_warps()
+        told.magnitudes(tensors.workspace, ring, thread)
+        told.gather_magnitudes(tensors.workspace, ring, thread)
+        sync_mma_warps()
+        self.tokens.quantise(tensors, problem, ring, span, thread)
+        self.meet(tensors.workspace, _QUANTISED, thread)
 
     @cute.jit
     def meet(self, workspace: cute.Tensor, number: cutlass.Constexpr, thread: Int32):
@@ -305,12 +305,6 @@ class Mlp:
         sync_mma_warps()
         if thread == 0:
             arrive(counter(workspace, number))
-
-    def sizes(self, problem: Problem, gemm: int) -> Any:
-        """Rows and K of a weight. Python, run at trace time."""
-        if gemm == 0:
-            return problem.ffn * 2, problem.hidden
-        return problem.hidden, problem.ffn
 
 
 def fake_arguments(config: MlpConfig) -> list[object]:

@@ -6,19 +6,25 @@ and ``lane/4 + 8``, which are a gate and its up, and of every 8 tokens two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, cute
 
 from .barriers import wait
 from .config import MMA_K, MMA_N, WARP_SIZE
 from .epilogue import DTYPES, activate
 from .floats import ABS_MASK
+from .mlp_announced import announce_product
 from .mlp_config import BLOCK, SLAB, UNIT_BYTES, Cut, MlpConfig
-from .mlp_parts import Problem, Ring, Span, Tensors, amax_word, steps_of, sync_mma_warps
-from .mma import UNIT_SCALES, Instruction, mma_m16n8k32, unit_scales
+from .mlp_parts import Problem, Ring, Span, Tensors, steps_of, sync_mma_warps
+from .mma import UNIT_SCALES, Instruction, mma_prepared, prepared, unit_scales
 from .registers import kept
 from .ring import advance
-from .smem import fragment_address, load_fragments
+from .smem import fragment_address, line_address, load_fragments
+
+#: MMAs of a warp that do not wait for one another, if there are as many.
+_MMAS = 4
 
 
 class MlpMath:
@@ -43,7 +49,7 @@ class MlpMath:
         self,
         acc: cute.Tensor,
         ring: Ring,
-        cut: cutlass.Constexpr[Cut],
+        gemm: cutlass.Constexpr,
         blocks: Int32,
         k: Int32,
         stage: Int32,
@@ -52,24 +58,43 @@ class MlpMath:
         lane: Int32,
     ):
         """One pass over K; the ring's position after it."""
-        acc.fill(0.0)
-        config = self.config
+        config, cut = self.config, self.config.cuts[gemm]
+        # Several sums of the same element, so that MMAs wait less for one another.
+        chains = max(1, _MMAS // (self.groups * cut.warp_blocks))
+        shape = (4, self.groups, self.config.warp_blocks, chains)
+        sums = cute.make_rmem_tensor(shape, Float32)
+        sums.fill(0.0)
         row_warp, k_warp = warp % cut.row_warps, warp // cut.row_warps
         row_b = lane % 8 if config.tokens == MMA_N else lane // 16 * 8 + lane % 8
         a = fragment_address(ring.weights[0], SLAB, Int32(0), lane % 16, lane // 16)
-        b = fragment_address(ring.tokens, SLAB, Int32(0), row_b, lane // 8 % 2)
-        for _ in cutlass.range(steps_of(k, cut), unroll=1):
+        if cutlass.const_expr(config.own[gemm] > 0):
+            lines = config.rows
+            b = line_address(ring.own, SLAB, row_b % lines, lane // 8 % 2)
+        else:
+            lines = config.tokens
+            b = fragment_address(ring.tokens[gemm], SLAB, Int32(0), row_b, lane // 8 % 2)
+        for step in cutlass.range(steps_of(k, cut), unroll=1):
             wait(ring.full + stage, phase)
+            if cutlass.const_expr(config.own[gemm] == 0):
+                wait(ring.filled + stage, phase)
             for i in cutlass.range_constexpr(cut.warp_slabs):
                 slab = k_warp + i * cut.k_warps
                 a_slab = a + (stage * config.units + slab * cut.blocks) * UNIT_BYTES
-                b_slab = b + (stage * config.slabs + slab) * (config.tokens * SLAB)
-                self._multiply_slab(acc, a_slab, b_slab, cut, blocks, row_warp)
+                if cutlass.const_expr(config.own[gemm] > 0):
+                    b_slab = b + (step * cut.slabs + slab) * (lines * SLAB)
+                else:
+                    b_slab = b + (stage * config.stage_bytes + slab * (lines * SLAB))
+                self._multiply_slab(sums, a_slab, b_slab, cut, blocks, row_warp)
             # As in the GEMM: all lanes have read before one of them says so.
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(ring.empty + stage)
             stage, phase = advance(stage, phase, self.config.stages)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            total = sums[i]
+            for chain in cutlass.range_constexpr(1, chains):
+                total = total + sums[i + chain * cute.size(acc)]
+            acc[i] = total
         return stage, phase
 
     @cute.jit
@@ -89,6 +114,13 @@ class MlpMath:
             for i in cutlass.range_constexpr(self.together):
                 load_fragments(tokens[None, None, i], b, first + i, SLAB)
             pairs = cute.logical_divide(tokens, (8, None, None))
+            columns = [
+                [
+                    prepared(self.instruction, pairs[(None, n % 2), n // 2, i])
+                    for n in range(self.groups)
+                ]
+                for i in range(self.together)
+            ]
             for j in cutlass.range_constexpr(cut.warp_blocks):
                 block = row_warp + j * cut.row_warps
                 if block < blocks:
@@ -97,34 +129,76 @@ class MlpMath:
                         address = a + block * UNIT_BYTES
                         load_fragments(rows[None, None, i], address, first + i, SLAB)
                     for i in cutlass.range_constexpr(self.together):
+                        row = prepared(self.instruction, rows[None, 0, i])
                         for n in cutlass.range_constexpr(self.groups):
-                            mma_m16n8k32(
-                                self.instruction,
-                                rows[None, 0, i],
-                                pairs[(None, n % 2), n // 2, i],
-                                acc[None, n, j],
-                                unit,
-                                unit,
+                            chain = (first + i) % cute.size(acc, mode=[3])
+                            mma_prepared(
+                                self.instruction, row, columns[i][n], acc[None, n, j, chain], unit
                             )
 
     @cute.jit
     def add_up(
         self, acc: cute.Tensor, ring: Ring, cut: cutlass.Constexpr[Cut], warp: Int32, lane: Int32
     ):
-        """Where warps have shares of the same blocks: the first gets the sum, in their order."""
+        """Where warps have shares of the same blocks: all of them show theirs to one another."""
         if cutlass.const_expr(cut.k_warps > 1):
             count = self.block_sums * cut.warp_blocks
-            flat = cute.make_tensor(acc.iterator, cute.make_layout(count))
             # What the pass before left has been read.
             sync_mma_warps()
             for i in cutlass.range_constexpr(count):
-                ring.sums[(warp * count + i) * WARP_SIZE + lane] = flat[i]
+                ring.sums[(warp * count + i) * WARP_SIZE + lane] = acc[i]
             sync_mma_warps()
-            if warp < cut.row_warps:
-                for other in cutlass.range_constexpr(1, cut.k_warps):
-                    first = (warp + other * cut.row_warps) * count
-                    for i in cutlass.range_constexpr(count):
-                        flat[i] = flat[i] + ring.sums[(first + i) * WARP_SIZE + lane]
+
+    @cute.jit
+    def _sum(
+        self,
+        acc: cute.Tensor,
+        ring: Ring,
+        cut: cutlass.Constexpr[Cut],
+        warp: Int32,
+        lane: Int32,
+        i: Int32,
+    ) -> Float32:
+        """The ``i``-th of a lane's sums, of all warps that have a share, in their order."""
+        if cutlass.const_expr(cut.k_warps == 1):
+            total = acc[i]
+        else:
+            count, row_warp = self.block_sums * cut.warp_blocks, warp % cut.row_warps
+            total = Float32(0.0)
+            for other in cutlass.range_constexpr(cut.k_warps):
+                first = (row_warp + other * cut.row_warps) * count
+                total = total + ring.sums[(first + i) * WARP_SIZE + lane]
+        return total
+
+    def shares(self, gemm: int) -> int:
+        """How many outputs a lane finishes, of those that it and the same lanes of others have."""
+        cut = self.config.cuts[gemm]
+        outputs = (2 if gemm == 0 else 4) * self.groups * cut.warp_blocks
+        return -(-outputs // cut.k_warps)
+
+    def _place(
+        self, gemm: int, share: int, span: Span, warp: Int32, lane: Int32
+    ) -> tuple[Any, Int32, Int32, Int32, Boolean]:
+        """Of an output that a lane finishes. Python, run at trace time.
+
+        Returns:
+            Which of the lane's sums it is (a product: its gate's), its token, its block, which half
+            of the block it is in, and whether there is such a one.
+        """
+        cut = self.config.cuts[gemm]
+        number: Any = share
+        inside = Boolean(True)
+        if cut.k_warps > 1:
+            number = warp // cut.row_warps * self.shares(gemm) + share
+            inside = number < (2 if gemm == 0 else 4) * self.groups
+        e = number % 2
+        half = Int32(0) if gemm == 0 else Int32(number // 2 % 2)
+        rest = number // (2 if gemm == 0 else 4)
+        n, j = rest % self.groups, rest // self.groups
+        i = e + 4 * rest + (0 if gemm == 0 else 2 * (number // 2 % 2))
+        token = Int32(n * MMA_N + lane % 4 * 2 + e)
+        block = Int32(warp % cut.row_warps + j * cut.row_warps)
+        return i, token, span.first + block, half, inside & (block < span.count)
 
     @cute.jit
     def channel_scales(
@@ -135,16 +209,16 @@ class MlpMath:
         warp: Int32,
         lane: Int32,
     ) -> cute.Tensor:
-        """Of a lane's rows in each of its blocks; read before they are needed."""
-        cut = self.config.cuts[gemm]
-        scales = cute.make_rmem_tensor((2, cut.warp_blocks), Float32)
+        """Of gate and up, or of the outputs, that a lane finishes; read before they are needed."""
+        shares = cutlass.const_expr(self.shares(gemm))
+        scales = cute.make_rmem_tensor((2 - gemm, shares), Float32)
         scales.fill(0.0)
-        for j in cutlass.range_constexpr(cut.warp_blocks):
-            block = warp % cut.row_warps + j * cut.row_warps
-            if block < span.count:
-                row = (span.first + block) * BLOCK + lane // 4
-                for half in cutlass.range_constexpr(2):
-                    scales[half, j] = tensors.weight_scales[gemm][row + half * (BLOCK // 2)]
+        for share in cutlass.range_constexpr(shares):
+            _, _, block, half, inside = self._place(gemm, share, span, warp, lane)
+            if inside:
+                row = block * BLOCK + lane // 4 + half * (BLOCK // 2)
+                for part in cutlass.range_constexpr(2 - gemm):
+                    scales[part, share] = tensors.weight_scales[gemm][row + part * (BLOCK // 2)]
         return scales
 
     @cute.jit
@@ -161,45 +235,51 @@ class MlpMath:
     ):
         """``silu(gate) * up`` of a pass, rounded and stored, and the magnitudes of its tokens."""
         cut = self.config.gate_up
-        amax = cute.make_rmem_tensor((2, self.groups), Int32)
-        amax.fill(0)
-        for j in cutlass.range_constexpr(cut.warp_blocks):
-            block = warp + j * cut.row_warps
-            if (block < span.count) & (warp < cut.row_warps):
-                column = (span.first + block) * (BLOCK // 2) + lane // 4
-                for n in cutlass.range_constexpr(self.groups):
-                    for e in cutlass.range_constexpr(2):
-                        token = n * MMA_N + lane % 4 * 2 + e
-                        if token < problem.m:
-                            of_token = ring.scales[0][token]
-                            gate = acc[e, n, j] * of_token * channels[0, j]
-                            up = acc[2 + e, n, j] * of_token * channels[1, j]
-                            value = (activate("silu", gate) * up).to(self.dtype)
-                            tensors.product[token, column] = value
-                            bits = value.to(Float32).bitcast(Int32) & ABS_MASK
-                            amax[e, n] = cutlass.max(amax[e, n], bits)
-        if warp < cut.row_warps:
-            for n in cutlass.range_constexpr(self.groups):
-                for e in cutlass.range_constexpr(2):
-                    most = amax[e, n]
-                    for bit in cutlass.range_constexpr(2, 5):
-                        most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << bit))
-                    if lane < 4:
-                        word = ring.amax.iterator + (n * MMA_N + lane * 2 + e)
-                        cute.arch.atomic_max(word, most, sem="relaxed", scope="cta")
+        for share in cutlass.range_constexpr(self.shares(0)):
+            i, token, block, _, inside = self._place(0, share, span, warp, lane)
+            column = block * (BLOCK // 2) + lane // 4
+            amax = Int32(0)
+            if inside & (token < problem.m):
+                of_token = ring.scales[0][token]
+                gate = self._sum(acc, ring, cut, warp, lane, i) * of_token * channels[0, share]
+                up = self._sum(acc, ring, cut, warp, lane, i + 2) * of_token * channels[1, share]
+                value = (activate("silu", gate) * up).to(self.dtype)
+                tensors.product[token, column] = value
+                amax = value.to(Float32).bitcast(Int32) & ABS_MASK
+                if cutlass.const_expr(self.config.own[1] > 0):
+                    announce_product(tensors.workspace, token * problem.ffn + column, value)
+            if cutlass.const_expr(self.config.own[1] == 0):
+                self._note(amax, token, ring, lane)
 
     @cute.jit
-    def publish(self, tensors: Tensors, problem: Problem, ring: Ring, thread: Int32):
-        """The magnitudes of this CTA's part of the product, to all."""
-        if thread < problem.m:
-            word = amax_word(tensors.workspace, thread)
-            cute.arch.atomic_max(word, ring.amax[thread], sem="relaxed", scope="gpu")
+    def _note(self, amax: Int32, token: Int32, ring: Ring, lane: Int32):
+        """A lane's magnitude into its token's, of which every fourth lane has one."""
+        for bit in cutlass.range_constexpr(2, 5):
+            amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << bit))
+        if lane < 4:
+            word = ring.amax.iterator + token
+            cute.arch.atomic_max(word, amax, sem="relaxed", scope="cta")
+
+    @cute.jit
+    def residual(
+        self, tensors: Tensors, problem: Problem, span: Span, warp: Int32, lane: Int32
+    ) -> cute.Tensor:
+        """What is added to the outputs that a lane finishes; read before it is needed."""
+        values = cute.make_rmem_tensor(cutlass.const_expr(self.shares(1)), self.dtype)
+        values.fill(0.0)
+        for share in cutlass.range_constexpr(self.shares(1)):
+            _, token, block, half, inside = self._place(1, share, span, warp, lane)
+            if inside & (token < problem.m):
+                channel = block * BLOCK + lane // 4 + half * (BLOCK // 2)
+                values[share] = tensors.x[token, channel]
+        return values
 
     @cute.jit
     def finish_output(
         self,
         acc: cute.Tensor,
         channels: cute.Tensor,
+        residual: cute.Tensor,
         tensors: Tensors,
         problem: Problem,
         ring: Ring,
@@ -208,17 +288,11 @@ class MlpMath:
         lane: Int32,
     ):
         """``down + x`` of a pass, rounded once."""
-        cut = self.config.down
-        for j in cutlass.range_constexpr(cut.warp_blocks):
-            block = warp + j * cut.row_warps
-            if (block < span.count) & (warp < cut.row_warps):
-                for half in cutlass.range_constexpr(2):
-                    channel = (span.first + block) * BLOCK + lane // 4 + half * (BLOCK // 2)
-                    for n in cutlass.range_constexpr(self.groups):
-                        for e in cutlass.range_constexpr(2):
-                            token = n * MMA_N + lane % 4 * 2 + e
-                            if token < problem.m:
-                                of_token = ring.scales[1][token]
-                                value = acc[2 * half + e, n, j] * of_token * channels[half, j]
-                                value = value + tensors.x[token, channel].to(Float32)
-                                tensors.out[token, channel] = value.to(self.dtype)
+        for share in cutlass.range_constexpr(self.shares(1)):
+            i, token, block, half, inside = self._place(1, share, span, warp, lane)
+            if inside & (token < problem.m):
+                channel = block * BLOCK + lane // 4 + half * (BLOCK // 2)
+                total = self._sum(acc, ring, self.config.down, warp, lane, i)
+                value = total * ring.scales[1][token] * channels[0, share]
+                value = value + residual[share].to(Float32)
+                tensors.out[token, channel] = value.to(self.dtype)

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from .config import STAGE_ALIGNMENT, WARP_SIZE
 from .mlp_config import (
-    AMAX_WORD,
+    ANNOUNCED_WORD,
     BLOCK,
     COUNTER_STEP,
     MMA_THREADS,
@@ -64,10 +64,12 @@ class Ring(NamedTuple):
     """Stages in shared memory, their barriers, and what the warps tell each other."""
 
     weights: Any  # pair of (rows, 128, where it begins, in blocks of 16 rows)
-    tokens: cute.Tensor  # (tokens, 128, slabs of all stages)
-    full: cute.Pointer
+    tokens: Any  # pair of (tokens, 128, (slabs, stages))
+    own: Any  # address of this CTA's own codes, or None
+    full: cute.Pointer  # weights
+    filled: Any  # tokens, or None
     empty: cute.Pointer
-    words: Any  # of two reductions
+    words: Any  # of reductions
     amax: cute.Tensor  # of this CTA's part of every token
     scales: Any  # pair: of every token, for each GEMM
     sums: Any  # fp32, or None
@@ -84,10 +86,11 @@ class Span(NamedTuple):
 def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -> Ring:
     """Allocate everything; initialise the barriers."""
     smem = SmemAllocator()
-    tma = loads.tokens[0].smem_layout
-    tokens = smem.allocate_tensor(
-        Float8E4M3FN, tma.outer, byte_alignment=STAGE_ALIGNMENT, swizzle=tma.inner
-    )
+    tma = loads.weights[0].smem_layout
+    own = None
+    if cutlass.const_expr(config.rows > 0):
+        own = smem.allocate_array(Float8E4M3FN, config.own_bytes, byte_alignment=STAGE_ALIGNMENT)
+        own = own.toint()
     count = config.units * config.stages
     memory = smem.allocate_tensor(
         Float8E4M3FN,
@@ -95,7 +98,7 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -
         byte_alignment=STAGE_ALIGNMENT,
         swizzle=tma.inner,
     )
-    # A copy may begin at any block: of either GEMM's rows, seen from there.
+    # A copy may begin at any block: of either GEMM's rows, seen from there. Tokens lie behind them.
     weights = [
         cute.make_tensor(
             memory.iterator,
@@ -103,8 +106,19 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -
         )
         for cut in config.cuts
     ]
-    barriers = smem.allocate_array(Int64, 2 * config.stages)
-    words = [smem.allocate_tensor(Int32, cute.make_layout(MMA_WARPS)) for _ in range(2)]
+    box = config.tokens * SLAB
+    tokens = [
+        cute.make_tensor(
+            memory.iterator + cut.units * UNIT_BYTES,
+            cute.make_layout(
+                (config.tokens, SLAB, (cut.slabs, config.stages)),
+                stride=(SLAB, 1, (box, config.stage_bytes)),
+            ),
+        )
+        for cut in config.cuts
+    ]
+    barriers = smem.allocate_array(Int64, config.barriers * config.stages)
+    words = smem.allocate_tensor(Int32, cute.make_layout(2 * MMA_WARPS * max(1, config.rows)))
     amax = smem.allocate_tensor(Int32, cute.make_layout(config.tokens))
     scales = [smem.allocate_tensor(Float32, cute.make_layout(config.tokens)) for _ in range(2)]
     sums = None
@@ -113,18 +127,23 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -
     if warp == 0:
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(config.stages):
-                # Two warps fill a stage, each with its bytes; all MMA warps release it.
-                cute.arch.mbarrier_init(barriers + i, 2)
+                # One warp loads weights, one tokens; all MMA warps release a stage.
+                cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init(barriers + config.stages + i, MMA_WARPS)
+                if cutlass.const_expr(config.barriers > 2):
+                    cute.arch.mbarrier_init(barriers + 2 * config.stages + i, 1)
         cute.arch.mbarrier_init_fence()
     elif warp == MMA_WARPS:
-        for load in (*loads.weights, *loads.tokens):
+        for load in (*loads.weights, *(load for load in loads.tokens if load is not None)):
             cpasync.prefetch_descriptor(load.atom)
     thread, _, _ = cute.arch.thread_idx()
     if thread < config.tokens:
         amax[thread] = Int32(0)
     cute.arch.sync_threads()
-    return Ring(weights, tokens, barriers, barriers + config.stages, words, amax, scales, sums)
+    empty, filled = barriers + config.stages, None
+    if cutlass.const_expr(config.barriers > 2):
+        filled = barriers + 2 * config.stages
+    return Ring(weights, tokens, own, barriers, filled, empty, words, amax, scales, sums)
 
 
 @cute.jit
@@ -159,6 +178,13 @@ def steps_of(k: Int32, cut: cutlass.Constexpr) -> Int32:
     return cute.ceil_div(k, SLAB * cut.slabs)
 
 
+def sizes_of(problem: Problem, gemm: int) -> tuple[Int32, Int32]:
+    """Rows and K of a weight. Python, run at trace time."""
+    if gemm == 0:
+        return problem.ffn * 2, problem.hidden
+    return problem.hidden, problem.ffn
+
+
 @cute.jit
 def counter(workspace: cute.Tensor, number: cutlass.Constexpr) -> cute.Pointer:
     """A counter of the grid."""
@@ -166,9 +192,9 @@ def counter(workspace: cute.Tensor, number: cutlass.Constexpr) -> cute.Pointer:
 
 
 @cute.jit
-def amax_word(workspace: cute.Tensor, token: Int32) -> cute.Pointer:
-    """A token's largest magnitude, of all CTAs."""
-    return workspace.iterator + (AMAX_WORD + token)
+def announced(workspace: cute.Tensor, byte: Int32) -> Int64:
+    """Address of a byte of what CTAs announce to each other."""
+    return (workspace.iterator + ANNOUNCED_WORD).toint() + byte
 
 
 @cute.jit

@@ -1,6 +1,7 @@
 """The tokens of the MLP kernel: normalised and quantised first, their products quantised between.
 
-Rows are shared out among CTAs; products are quantised by whoever computed them, when the largest
+Of few tokens every CTA normalises all, and quantises all of the product, for itself. Of more, rows
+are shared out among CTAs, and products are quantised by whoever computed them, when the largest
 magnitude of every token is known to all.
 """
 
@@ -13,6 +14,7 @@ from .config import WARP_SIZE
 from .e4m3 import token_codes, token_scale
 from .epilogue import DTYPES
 from .grid_barrier import load_word
+from .mlp_announced import AnnouncedRows, Announcements
 from .mlp_config import MMA_THREADS, MMA_WARPS, MlpConfig
 from .mlp_parts import (
     MMA_BARRIER,
@@ -20,9 +22,11 @@ from .mlp_parts import (
     Ring,
     Span,
     Tensors,
-    amax_word,
+    announced,
+    steps_of,
     sync_mma_warps,
 )
+from .own_rows import OwnCodes, OwnRows
 from .row_config import CHUNK
 from .row_inputs import load_vector, store_codes
 from .row_norm import RowNorm
@@ -42,6 +46,41 @@ class MlpTokens:
         self.source = RowSource(config.norm)
         self.norm = RowNorm(config.norm, self.source)
         self.output = RowOutput(config.norm)
+        self.announcements = Announcements(config)
+        if config.own[0]:
+            self.own_norm = OwnRows(config.norm, config.rows, MMA_WARPS, MMA_BARRIER)
+        if config.own[1]:
+            self.own_product = AnnouncedRows(config.product, config.rows, MMA_WARPS, MMA_BARRIER)
+
+    @cute.jit
+    def normalise_own(self, tensors: Tensors, problem: Problem, ring: Ring, thread: Int32):
+        """All MMA threads: codes and scales of all rows, to shared memory."""
+        operands = Operands(
+            tensors.x, tensors.norm, None, None, tensors.codes[0], tensors.scales[0], None, None
+        )
+        norm = Norm(Float32(0.0), Float32(1.0), problem.inverse, problem.eps, Float32(0.0))
+        slabs = steps_of(problem.hidden, self.config.gate_up) * self.config.gate_up.slabs
+        own = OwnCodes(ring.own, ring.scales[0], ring.words)
+        self.own_norm.quantise(operands, own, problem.m, problem.hidden, slabs, norm, thread)
+        sync_mma_warps()
+
+    @cute.jit
+    def quantise_own(self, tensors: Tensors, problem: Problem, ring: Ring, thread: Int32):
+        """All MMA threads: the same of the product, as soon as it is announced.
+
+        The codes before are not read any more when every warp has its part of the product.
+        """
+        pointer = cute.make_ptr(
+            self.dtype, announced(tensors.workspace, 0), cute.AddressSpace.gmem, assumed_align=16
+        )
+        layout = cute.make_layout((problem.m, problem.ffn), stride=(problem.ffn, 1))
+        x = cute.make_tensor(pointer, layout)
+        operands = Operands(x, None, None, None, tensors.codes[1], tensors.scales[1], None, None)
+        norm = Norm(Float32(0.0), Float32(1.0), problem.inverse, problem.eps, Float32(0.0))
+        slabs = steps_of(problem.ffn, self.config.down) * self.config.down.slabs
+        own = OwnCodes(ring.own, ring.scales[1], ring.words)
+        self.own_product.quantise(operands, own, problem.m, problem.ffn, slabs, norm, thread)
+        sync_mma_warps()
 
     @cute.jit
     def normalise(self, tensors: Tensors, problem: Problem, ring: Ring, thread: Int32):
@@ -58,17 +97,20 @@ class MlpTokens:
             index = cta + i * ctas
             first = Int64(index) * tensors.x.stride[0]
             row = Row(index, index < problem.m, thread, first, problem.hidden)
-            shape = (chunk_words(self.dtype), self.config.chunks)
+            shape = (chunk_words(self.dtype), self.config.norm_shape.chunks)
             held = cute.make_rmem_tensor(shape, Int32)
             weights = self.norm.registers()
             norm = Norm(Float32(0.0), Float32(1.0), problem.inverse, problem.eps, Float32(0.0))
             self.source.load(held, operands, row, 0, True)
             self.norm.load_weights(weights, operands, row, 0)
-            words = [ring.words[0], None, ring.words[1]]
-            norm = self.norm.statistics(held, operands, row, threads, words, norm)
+            words = [
+                cute.make_tensor(ring.words.iterator + i * MMA_WARPS, cute.make_layout(MMA_WARPS))
+                for i in range(2)
+            ]
+            norm = self.norm.statistics(held, operands, row, threads, [words[0], None], norm)
             self.norm.normalise(held, weights, operands, row, 0, norm)
             amax = amax_bits(held, self.dtype)
-            scale = token_scale(row_max(amax, ring.words[1], threads), True)
+            scale = token_scale(row_max(amax, words[1], threads), True)
             self.output.write_token_scale(scale, operands, row)
             self.output.write(held, operands, row, 0, scale)
             # The next row's words are these.
@@ -92,7 +134,7 @@ class MlpTokens:
     def quantise(self, tensors: Tensors, problem: Problem, ring: Ring, span: Span, thread: Int32):
         """All MMA threads, when the magnitudes are known: this CTA's columns of the product."""
         if thread < self.config.tokens:
-            scale = token_scale(load_word(amax_word(tensors.workspace, thread)), True)
+            scale = token_scale(ring.amax[thread], True)
             ring.scales[1][thread] = scale.bits.bitcast(Float32)
             cta, _, _ = cute.arch.block_idx()
             if (thread < problem.m) & (cta == 0):
@@ -105,7 +147,7 @@ class MlpTokens:
             words = cute.make_rmem_tensor(chunk_words(self.dtype), Int32)
             product, codes = tensors.product, tensors.codes[1]
             load_vector(words, product, Int64(token) * product.stride[0] + column)
-            scale = token_scale(load_word(amax_word(tensors.workspace, token)), True)
+            scale = token_scale(ring.amax[token], True)
             values = widened(words, self.dtype)
             for e in cutlass.range_constexpr(CHUNK):
                 values[e] = values[e] * scale.lift

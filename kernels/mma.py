@@ -139,6 +139,81 @@ def mma_m16n8k32(
                 c[2 * half + e] = c[2 * half + e] + scaled.to(Float32)
 
 
+@cute.jit
+def prepared(instruction: cutlass.Constexpr, codes: cute.Tensor) -> cute.Tensor:
+    """A fragment of codes as ``mma_prepared`` takes it, for as many MMAs as it is part of.
+
+    Where the tensor core knows no e4m3 (Hopper's, by ``mma.sync``) that is fp16, which every MMA
+    would make anew of both its operands.
+    """
+    if cutlass.const_expr(instruction is Instruction.BLOCK_SCALE):
+        return codes
+    words = cute.recast_tensor(codes, Int32)
+    made = cute.make_rmem_tensor(2 * cute.size(words), Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        made[2 * i], made[2 * i + 1] = _as_halves(words[i])
+    return made
+
+
+@cute.jit
+def mma_prepared(
+    instruction: cutlass.Constexpr, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, unit: Any
+):
+    """``mma_m16n8k32`` of fragments that are ``prepared``, without scales.
+
+    Of fp16 two instructions, each with 4 neighbouring codes of K of every lane: which of K's
+    elements is which does not matter, as long as A and B agree.
+    """
+    if cutlass.const_expr(instruction is Instruction.BLOCK_SCALE):
+        _emit(instruction, a, b, c, c, unit, unit)
+    else:
+        for half in cutlass.range_constexpr(2):
+            rows = [a[4 * half + i] for i in (0, 2, 1, 3)]
+            _emit_halves(rows, [b[2 * half], b[2 * half + 1]], c)
+
+
+@dsl_user_op
+def _as_halves(word: Int32, *, loc: object = None, ip: object = None) -> tuple[Int32, Int32]:
+    """Four codes as two pairs of fp16."""
+    i32 = Int32.mlir_type
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * 2),
+        [word.ir_value(loc=loc, ip=ip)],
+        "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 $0, low;\ncvt.rn.f16x2.e4m3x2 $1, high;\n}",
+        "=r,=r,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        loc=loc,
+        ip=ip,
+    )
+    low, high = (llvm.extractvalue(i32, result, [i], loc=loc, ip=ip) for i in range(2))
+    return Int32(low), Int32(high)
+
+
+@dsl_user_op
+def _emit_halves(
+    a: list[Int32], b: list[Int32], c: cute.Tensor, *, loc: object = None, ip: object = None
+) -> None:
+    """``c += a @ b.T`` of fp16, K of 16."""
+    f32 = Float32.mlir_type
+    operands = [*a, *b, *(c[i] for i in range(4))]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * 4),
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        _CONSTRAINTS[Instruction.PLAIN],
+        # The whole warp takes part: it must not be moved under a condition or duplicated.
+        has_side_effects=True,
+        is_align_stack=False,
+        loc=loc,
+        ip=ip,
+    )
+    for i in range(4):
+        c[i] = Float32(llvm.extractvalue(f32, result, [i], loc=loc, ip=ip))
+
+
 @dsl_user_op
 def _emit(
     instruction: Instruction,

@@ -131,15 +131,18 @@ def wrong_blocks(device: str = "cuda") -> int:
     native = device == "cuda" and torch.cuda.get_device_capability()[0] == 12
     arch = "sm_120" if native else "stand-in"
     found = 0
-    case = decoder_case(DecoderConfig(144, 272, 2, 1, 16), norms=True, device=device)
-    for tokens in (1, 13):
-        x = case.x(1, tokens)
-        y, made = cute_fp8.decoder_mlp(x, case.weights, return_intermediates=True)
-        wrong = mlp_errors(x[0], case.weights, y, made, arch)
-        cache = cute_fp8.KVCache.empty(1, case.config.columns, 16, device=device)
-        cute_fp8.decoder_block(x, case.weights, case.at(0, tokens), cache)
-        print(f"decoder_mlp {tokens}x272x144: {'; '.join(wrong) or 'right'}", flush=True)
-        found += bool(wrong)
+    # Tokens of which every CTA does all; normalises all; does some for all.
+    for hidden, ffn, counts in ((144, 272, (1, 13)), (144, 1296, (13,)), (1040, 272, (13,))):
+        config = DecoderConfig(hidden, ffn, 2, 1, 16)
+        case = decoder_case(config, norms=True, device=device)
+        for tokens in counts:
+            x = case.x(1, tokens)
+            y, made = cute_fp8.decoder_mlp(x, case.weights, return_intermediates=True)
+            wrong = mlp_errors(x[0], case.weights, y, made, arch)
+            cache = cute_fp8.KVCache.empty(1, config.columns, 16, device=device)
+            cute_fp8.decoder_block(x, case.weights, case.at(0, tokens), cache)
+            print(f"decoder_mlp {tokens}x{ffn}x{hidden}: {'; '.join(wrong) or 'right'}", flush=True)
+            found += bool(wrong)
     return found
 
 

@@ -40,8 +40,7 @@ def mlp(rows: Tensor, weights: DecoderWeights) -> MlpResult:
     c, gate_up, down = weights.config, weights.gate_up, weights.down
     parts = (weights.mlp_norm, c.eps, gate_up, down, c.variant)
     biased = gate_up.bias is not None or down.bias is not None
-    few = rows.is_cuda and c.variant == "per_token" and 0 < rows.shape[0] <= MOST_TOKENS
-    if biased or not few or settings.current().choice is not None:
+    if biased or c.variant != "per_token" or not _few(rows):
         return in_parts(rows, *parts)
     plain = is_plain((rows, weights.mlp_norm, *gate_up, *down))
     kernel = _kernel(rows, weights.mlp_norm, c.ffn) if plain else None
@@ -84,6 +83,11 @@ def in_parts(
     return MlpResult(y, xq, sx, product, q, s)
 
 
+def _few(rows: Tensor) -> bool:
+    """Whether there may be a kernel, as far as tracing can know."""
+    return rows.is_cuda and 0 < rows.shape[0] <= MOST_TOKENS
+
+
 #: By what decides them; None where the launch is in parts.
 _kernels: dict[Hashable, compiler.Kernel | None] = {}
 
@@ -91,6 +95,8 @@ _kernels: dict[Hashable, compiler.Kernel | None] = {}
 def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
     (m, hidden), dtype, device = rows.shape, rows.dtype, rows.device
     key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
+    if settings.current().choice is not None:
+        return None
     if key not in _kernels:
         problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)
         _kernels[key] = kernel_of(problem)

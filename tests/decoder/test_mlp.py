@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from cute_fp8.kernels.mlp_config import (
     mlp_config,
     shipped_mlps,
 )
+from cute_fp8.kernels.row_config import RowShape
 from cute_fp8.ops import as_bytes
 
 SM90, SM120 = 232_448, 101_376
@@ -36,6 +39,21 @@ def test_the_op_is_the_function(case: DecoderCase) -> None:
     for a, b in zip(made, wanted, strict=True):
         assert torch.equal(a, as_bytes(b) if b.dtype == torch.float8_e4m3fn else b)
     torch.library.opcheck(torch.ops.cute_fp8.mlp, (x, w.mlp_norm, *operands, w.config.eps))
+
+
+def test_tracing_sees_one_op(case: DecoderCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there may be a kernel: nothing that tracing cannot follow is asked before."""
+    monkeypatch.setattr(mlp, "_few", lambda rows: True)
+    x, seen = case.x(1, 5)[0], []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: mlp.mlp(x, case.weights).y, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), mlp.mlp(x, case.weights).y)
+    assert [name for name in seen if "cute_fp8" in name] == ["cute_fp8.mlp"]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +103,32 @@ def test_configurations_that_are_refused() -> None:
     for change, message in (
         ({"dtype": "float32"}, "dtype: got float32, must be bfloat16 or float16"),
         ({"tokens": 24}, "tokens: got 24, must be one of (8, 16, 32, 64)"),
-        ({"chunks": 3}, "chunks: got 3, must be 1, 2 or 4"),
+        ({"norm_shape": RowShape(96, 1)}, "norm_shape: got 96x1, must be of 256"),
+        ({"own": (0, 4096)}, "own: got 4 rows of (0, 4096), must be room for some"),
+        ({"own": (1024, 1 << 15)}, "own: got 4 rows of (1024, 32768), must be few to announce"),
         ({"stages": 1}, "stages: got 1, must be at least 2"),
         ({"down": Cut(17, 1, 8)}, "cut: got 17x1, must be of at most 2 blocks a warp"),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             MlpConfig(**{**vars(config), **change}).check()
         assert str(caught.value) == message
+
+
+def test_who_does_the_tokens() -> None:
+    """Few of them every CTA for itself; two CTAs of a multiprocessor where all weights are few."""
+
+    def config(m: int, hidden: int, ffn: int, smem: int = SM90) -> MlpConfig:
+        return mlp_config(m, hidden, ffn, sms=132, smem_limit=smem)
+
+    for m, own in ((1, (1024, 4096)), (4, (1024, 4096)), (8, (1024, 0)), (16, (0, 0))):
+        found = config(m, 1024, 4096)
+        assert found.own == own and found.ctas == (2 if own[1] else 1)
+        assert found.smem_bytes <= SM90 // found.ctas
+        assert found.barriers == (2 if own[1] else 3)
+    assert config(1, 4096, 14336).own == (4096, 14336)
+    assert config(4, 4096, 14336).own == (0, 0) and config(4, 4096, 14336).ctas == 1
+    assert config(4, 1024, 4096, SM120).own == (1024, 4096)
+    assert config(4, 1024, 4096, SM120).ctas == 1
 
 
 def test_what_is_shipped() -> None:

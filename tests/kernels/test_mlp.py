@@ -98,24 +98,27 @@ def test_dtypes(dtype: torch.dtype, norm: torch.dtype) -> None:
     assert [text for text in found if norm == dtype or not text.startswith("norm")] == []
 
 
-def test_nan_stays_in_its_row() -> None:
+@pytest.mark.parametrize("m", [4, 16])
+def test_nan_stays_in_its_row(m: int) -> None:
     case = case_of(1024, 4096)
-    x = case.x(1, 16)
+    x = case.x(1, m)
     good = cute_fp8.decoder_mlp(x, case.weights)
-    x[0, 3, 100], x[0, 15, 7] = float("nan"), float("inf")
+    bad = [m // 4, m - 1]
+    x[0, bad[0], 100], x[0, bad[1], 7] = float("nan"), float("inf")
     y, made = cute_fp8.decoder_mlp(x, case.weights, return_intermediates=True)
-    rows = torch.tensor([3, 15], device="cuda")
-    others = torch.tensor([i for i in range(16) if i not in (3, 15)], device="cuda")
+    rows = torch.tensor(bad, device="cuda")
+    others = torch.tensor([i for i in range(m) if i not in bad], device="cuda")
     assert bool(y[0, rows].isnan().all()) and torch.equal(y[0, others], good[0, others])
     codes, scales = made.product_quantised
     assert bool((as_bytes(codes)[rows] == 0x7F).all()) and bool(scales[rows].isnan().all())
-    assert torch.equal(cute_fp8.decoder_mlp(case.x(1, 16), case.weights), good)
+    assert torch.equal(cute_fp8.decoder_mlp(case.x(1, m), case.weights), good)
 
 
-def test_a_graph_of_layers() -> None:
+@pytest.mark.parametrize("m", [1, 4, 16])
+def test_a_graph_of_layers(m: int) -> None:
     """Launches that follow one another share a workspace, and find it as it was."""
     cases = [case_of(1024, 4096, seed=seed) for seed in range(3)]
-    static = cases[0].x(1, 4)
+    static = cases[0].x(1, m)
 
     def layers(x: Tensor) -> Tensor:
         for case in cases:
@@ -127,7 +130,7 @@ def test_a_graph_of_layers() -> None:
     with torch.cuda.graph(graph):
         y = layers(static)
     for seed in range(3):
-        static.copy_(cases[0].x(1, 4, seed=seed))
+        static.copy_(cases[0].x(1, m, seed=seed))
         for _ in range(20):
             graph.replay()
         assert torch.equal(y, layers(static))

@@ -166,14 +166,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
     """
     batch, tokens, heads, dim = q.shape
     keys, length = k.shape[1], k.shape[2]
-    if tokens == 1 and mask is None:
+    if tokens == 1 and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
         # All that a group of heads attends to is the same: they are a group of queries.
-        o = F.scaled_dot_product_attention(q.view(batch, keys, heads // keys, dim), k, v)
+        groups = q.view(batch, keys, heads // keys, dim)
+        o = F.scaled_dot_product_attention(groups, k, v, attn_mask=mask)
         return o.reshape(batch, heads, 1, dim)
     grouped = heads != keys
     q = q.transpose(1, 2)
     if mask is not None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        # No fast kernel has groups and a mask.
+        k, v = (t.repeat_interleave(heads // keys, dim=1) if grouped else t for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if not causal or length == tokens:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     # Its import takes a second.

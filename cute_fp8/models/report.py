@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_fp8.accuracy import MAX_REL_L2, Verdict
+from cute_fp8.models.fusing import Fused
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,21 @@ class Report:
     Attributes:
         layers: one for every linear layer that was looked at.
         fused: names of projections that are one GEMM now.
+        blocks: names of decoder layers that run as decoder blocks now.
+        no_blocks: names of decoder layers that do not, each with the reason.
         notes: what concerns no single layer.
     """
 
     layers: tuple[LayerReport, ...]
     fused: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    blocks: tuple[str, ...] = ()
+    no_blocks: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, layers: Iterable[LayerReport], fused: Fused, notes: tuple[str, ...] = ()) -> Report:
+        """Of layers, and of what :func:`cute_fp8.models.fusing.fuse` did."""
+        return cls(tuple(layers), fused.projections, notes, fused.blocks, fused.refused)
 
     @property
     def quantised(self) -> tuple[LayerReport, ...]:
@@ -108,6 +118,9 @@ class Report:
             lines += [f"  {layer.name}: {layer.reason}" for layer in self.kept]
         if self.fused:
             lines += ["", f"one GEMM each: {', '.join(self.fused)}"]
+        if self.blocks:
+            lines += ["", f"decoder blocks: {', '.join(self.blocks)}"]
+        lines += self._titled("no decoder blocks:", [f"{n}: {why}" for n, why in self.no_blocks])
         notes = [f"{layer.name}: {note}" for layer in self.layers for note in layer.notes]
         return "\n".join([*lines, *self._titled("notes:", [*self.notes, *notes])])
 
@@ -121,6 +134,8 @@ class Report:
             "quantised": len(self.quantised),
             "layers": [layer.as_dict() for layer in self.layers],
             "fused": list(self.fused),
+            "blocks": list(self.blocks),
+            "no_blocks": dict(self.no_blocks),
             "notes": list(self.notes),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,

@@ -166,17 +166,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
     """
     batch, tokens, heads, dim = q.shape
     keys, length = k.shape[1], k.shape[2]
-    if tokens == 1 and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1)):
+    if tokens == 1 and mask is None:
         # All that a group of heads attends to is the same: they are a group of queries.
-        groups = q.view(batch, keys, heads // keys, dim)
-        o = F.scaled_dot_product_attention(groups, k, v, attn_mask=mask)
+        o = F.scaled_dot_product_attention(q.view(batch, keys, heads // keys, dim), k, v)
         return o.reshape(batch, heads, 1, dim)
     grouped = heads != keys
     q = q.transpose(1, 2)
     if mask is not None:
-        # No fast kernel has groups and a mask.
-        k, v = (t.repeat_interleave(heads // keys, dim=1) if grouped else t for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return _masked(q, k, v, mask)
     if not causal or length == tokens:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     # Its import takes a second.
@@ -184,6 +181,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
 
     bias = causal_lower_right(tokens, length)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of ``[B, heads, tokens, D]`` under a mask, with which no fast kernel has groups."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.shape[2] == 1 and mask.dim() == 4 and mask.shape[1] == 1:
+        # All that a group of heads attends to is the same: they are a group of queries.
+        queries = q.reshape(q.shape[0], k.shape[1], group, q.shape[3])
+        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+        return o.reshape(q.shape)
+    k, v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 # ------------------------------------------------------------------------------------- checks

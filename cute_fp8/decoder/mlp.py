@@ -41,7 +41,7 @@ def mlp(rows: Tensor, weights: DecoderWeights) -> MlpResult:
     parts = (weights.mlp_norm, c.eps, gate_up, down, c.variant)
     biased = gate_up.bias is not None or down.bias is not None
     few = rows.is_cuda and c.variant == "per_token" and 0 < rows.shape[0] <= MOST_TOKENS
-    if biased or not few or settings.current().choice is not None:
+    if biased or not few:
         return in_parts(rows, *parts)
     plain = is_plain((rows, weights.mlp_norm, *gate_up, *down))
     kernel = _kernel(rows, weights.mlp_norm, c.ffn) if plain else None
@@ -90,6 +90,8 @@ _kernels: dict[Hashable, compiler.Kernel | None] = {}
 
 def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
     (m, hidden), dtype, device = rows.shape, rows.dtype, rows.device
+    if settings.current().choice is not None:
+        return None
     key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
     if key not in _kernels:
         problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)

@@ -148,6 +148,17 @@ def test_tracing(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+def test_generation_that_transformers_compiles() -> None:
+    """With a static cache, steps are compiled with CUDA graphs."""
+    torch._dynamo.reset()
+    apart, fused = (converted("Llama", how, "cuda") for how in (False, True))
+    ids, mask = padded("cuda")
+    options = {"cache_implementation": "static", "disable_compile": False}
+    assert_best(apart, greedy(fused, ids, mask, **options), mask)
+
+
+@pytest.mark.gpu
 @torch.inference_mode()
 def test_cuda_graph() -> None:
     """A step of a static cache, captured once."""

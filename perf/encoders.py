@@ -65,7 +65,7 @@ def compare_minilm(path: Path, device: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def random_encoder(device: str) -> dict[str, Any]:
+def random_encoder(device: str, sentences: int = 64) -> dict[str, Any]:
     """A BERT of MiniLM's size with random weights, converted: its output by the tier.
 
     How sentences rank says nothing of such weights, so their distances are compared as they are.
@@ -77,8 +77,8 @@ def random_encoder(device: str) -> dict[str, Any]:
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
     config = transformers.BertConfig(**sizes, num_attention_heads=12)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1000, config.vocab_size, (64, 48), generator=generator)
-    lengths = torch.randint(8, 49, (64, 1), generator=generator)
+    ids = torch.randint(1000, config.vocab_size, (sentences, 48), generator=generator)
+    lengths = torch.randint(8, 49, (sentences, 1), generator=generator)
     tokens = {"input_ids": ids, "attention_mask": (torch.arange(48) < lengths).long()}
     found: dict[str, Any] = {}
     for variant in VARIANTS:

@@ -8,10 +8,10 @@ eagerly here: its quantiser is meant to be compiled. Ours comes as decoder block
 projections, and with every projection by itself. Everything is timed as one CUDA graph a call.
 Decode steps read a cache of random keys and values, the same for all: one that grows, which
 transformers copies at every step, or one of a fixed size, under a mask. A row's ``error`` is the
-relative L2 distance of the logits from bf16's, the worst token's; of random weights, 32 layers
-deep, it says how errors add up, not what a trained model loses. An encoder of MiniLM's size with
-random weights is judged, too; with ``--minilm``, a file that ``minilm_file`` has written, also the
-similarities of MiniLM itself.
+relative L2 distance of the logits from bf16's, the worst token's; of random weights, although each
+layer adds little, it says how errors add up, not what a trained model loses. An encoder of
+MiniLM's size with random weights is judged, too; with ``--minilm``, a file that ``minilm_file`` has
+written, also the similarities of MiniLM itself.
 """
 
 from __future__ import annotations
@@ -98,6 +98,13 @@ class Study:
                 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**self.sizes))
         finally:
             torch.set_default_dtype(before)
+        # As in trained models, a layer adds little to what its input is.
+        little = (2 * self.sizes["num_hidden_layers"]) ** -0.5
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(50)
+            for name, parameter in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.mul_(little)
         return model.eval()
 
     def time_model(self, model: Any, impl: str, variant: str) -> None:
@@ -252,7 +259,9 @@ class Study:
             del ours
             self._free()
         if self.spent < self.seconds:
-            self.facts["random_encoder"] = random_encoder(self.device)
+            self.facts["random_encoder"] = random_encoder(
+                self.device, 64 if self.device == "cuda" else 2
+            )
             self.say(f"encoder: {self.facts['random_encoder']}")
         if minilm is not None:
             self.facts["minilm"] = compare_minilm(minilm, self.device)

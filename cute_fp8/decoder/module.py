@@ -12,7 +12,6 @@ from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection, gated, project
 from cute_fp8.models.fusing import Part, joined
 from cute_fp8.models.modules import Linear
-from cute_fp8.problem import E8M0
 
 #: Classes of transformers that are known to compute what a decoder block does.
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -280,6 +279,4 @@ def _projection(layers: list[Any], variant: str, *, interleaved: bool = False) -
 
 def of_linear(layer: Linear) -> Projection:
     """The tensors of a layer that is in FP8, none of them copied."""
-    blocks = layer.scale_blocks
-    scales = layer.weight_scale.view(-1) if blocks is None else blocks.view(E8M0)
-    return Projection(layer.weight, scales, layer.bias)
+    return Projection(layer.weight, layer.gemm_scale.view(-1), layer.bias)

@@ -288,10 +288,7 @@ def _load_linear(
     else:
         replace(model, name, layer.train(own.training))
     before = n * k + files.get(found[name].scale).nbytes
-    after = sum(
-        t.nbytes for t in (layer.weight, layer.weight_scale, layer.scale_blocks) if t is not None
-    )
-    return LayerReport(name, n, k, before, after, **said)
+    return LayerReport(name, n, k, before, layer.weight_bytes, **said)
 
 
 @torch.no_grad()

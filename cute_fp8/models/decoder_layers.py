@@ -60,6 +60,9 @@ def _make(layer: Any) -> str | None:
         return str(error).removeprefix("layer: ")
     if len({norm.weight.dtype for norm in norms_of(layer).values()}) > 1:
         return "its norms have several dtypes"
+    for linear in (*linears.values(), layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
+        if isinstance(linear, Linear):
+            linear.keep_blocks()
     layer.__class__ = _class_of(type(layer))
     return None
 

@@ -233,7 +233,8 @@ class Part(nn.Module):
                     new = new.detach()
                     new = new.view(torch.uint8) if new.element_size() == 1 else new
                     rows.copy_(new.view(rows.shape))
-        whole.scales_changed()
+                    if name == SCALE:
+                        whole.scales_changed(tensor)
 
 
 class _Fused(Linear):
@@ -330,11 +331,10 @@ class GatedMlp(nn.Module):
             and type(down) is Linear
             and down.variant == "mxfp8"
         )
-        blocks = whole.scale_blocks
         hidden = gemm_gated(
             *quantize_input(x, whole.variant),
             whole.weight,
-            whole.weight_scale if blocks is None else blocks.view(torch.float8_e8m0fnu),
+            whole.gemm_scale,
             whole.bias,
             activation=self.activation,
             out_dtype=E4M3 if quantised else dtype,

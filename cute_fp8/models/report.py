@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cute_fp8.accuracy import MAX_REL_L2, Verdict
 from cute_fp8.models.fusing import Fused
+from cute_fp8.numerics import MX_BLOCK
+from cute_fp8.scales import blocked_numel
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Report:
     @classmethod
     def of(cls, layers: Iterable[LayerReport], fused: Fused, notes: tuple[str, ...] = ()) -> Report:
         """Of layers, and of what :func:`cute_fp8.models.fusing.fuse` did."""
+        inside = tuple(f"{name}." for name in fused.blocks)
+        layers = [_in_block(x) if x.name.startswith(inside) else x for x in layers]
         return cls(tuple(layers), fused.projections, notes, fused.blocks, fused.refused)
 
     @property
@@ -180,6 +184,14 @@ class Report:
         axes.set_title(f"{self}; grey: stays as it is", fontsize=9)
         axes.legend(fontsize=8)
         figure.savefig(path, format="png", dpi=110)
+
+
+def _in_block(layer: LayerReport) -> LayerReport:
+    """Of MXFP8 scales a decoder block keeps one form."""
+    if layer.variant != "mxfp8":
+        return layer
+    scales = blocked_numel(layer.n, layer.k // MX_BLOCK)
+    return replace(layer, bytes_after=layer.n * layer.k + scales)
 
 
 def _row(layer: LayerReport, judged: bool) -> list[str]:

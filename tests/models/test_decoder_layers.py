@@ -38,9 +38,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def converted(family: str, how: Any, device: str = "cpu", **options: Any) -> Any:
+def converted(
+    family: str, how: Any, device: str = "cpu", variant: str = "per_token", **options: Any
+) -> Any:
     model = decoder(family, **options).to(device)
-    cute_fp8.convert(model, fuse=how)
+    cute_fp8.convert(model, fuse=how, variant=variant)
     return model
 
 
@@ -191,17 +193,18 @@ def _tensors(cache: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies(how: str) -> None:
+def test_copies(how: str, variant: str) -> None:
     """A copy is a block of its own tensors."""
-    fused = converted("Qwen2", True)
+    fused = converted("Qwen2", True, variant=variant)
     made = copy.deepcopy(fused) if how == "deepcopy" else pickle.loads(pickle.dumps(fused))
     ids = prompt(1, 9)
     before = logits(fused, ids)
     assert torch.equal(logits(made, ids), before) and same_state(made, fused)
     assert type(made.model.layers[0]) is type(fused.model.layers[0])
-    with torch.no_grad():
-        made.model.layers[0].mlp.down_proj.weight_scale.mul_(2)
+    layer = made.model.layers[0].mlp.down_proj
+    (layer.weight_scale if variant == "per_token" else layer.scale_blocks).add_(1)
     assert torch.equal(logits(fused, ids), before)
     assert not torch.equal(logits(made, ids), before)
 
@@ -223,18 +226,52 @@ def test_checkpoints(variant: str, tmp_path: Path, calls: list[int]) -> None:
     assert len(calls) == 2 * LAYERS
 
 
-def test_moves_and_loads_are_heard() -> None:
-    fused, other = converted("Llama", True), converted("Qwen3", True)
+def test_moves_are_heard() -> None:
+    fused = converted("Llama", True)
     fused.to(torch.float16)
     assert logits(fused, prompt(1, 9)).dtype is torch.float16
-    state = other.state_dict()
-    changed = {k: v * 2 if k.endswith("weight_scale") else v for k, v in state.items()}
-    before = logits(other, prompt(1, 9))
-    other.load_state_dict(changed)
-    assert not torch.equal(logits(other, prompt(1, 9)), before)
     with torch.no_grad():
         meta = copy.deepcopy(fused).to("meta")
         assert meta(prompt(1, 9).to("meta")).logits.device.type == "meta"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loads_are_heard(variant: str) -> None:
+    """And a state dict without scales is refused."""
+    fused, other = (converted("Llama", how, variant=variant) for how in (True, False))
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if name.endswith("weight_scale"):
+                # A power of two more, in either form.
+                whole = parameter.view(torch.uint8) if variant == "mxfp8" else parameter
+                whole += 1 if variant == "mxfp8" else parameter
+    state = other.state_dict()
+    before = logits(fused, prompt(1, 9))
+    fused.load_state_dict(state)
+    assert same_state(fused, other)
+    assert not torch.equal(logits(fused, prompt(1, 9)), before)
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        bad = {k: v for k, v in state.items() if k != f"model.layers.1.{name}.weight_scale"}
+        with pytest.raises(RuntimeError, match=rf'Missing key.*"model.layers.1.{name}.weight_sc'):
+            fused.load_state_dict(bad)
+
+
+def test_mxfp8_scales_are_kept_once() -> None:
+    """In blocks; alone, a layer also keeps the rows that tensor parallelism shards."""
+    sizes = {}
+    for how in (True, False):
+        model = decoder("Llama")
+        report = cute_fp8.convert(model, fuse=how, variant="mxfp8")
+        tensors = [*model.model.layers.parameters(), *model.model.layers.buffers()]
+        sizes[how] = sum(t.nbytes for t in tensors if t.element_size() == 1)
+        # Blocks are padded to 128 rows, the whole ones less often than their parts.
+        assert 0 <= report.bytes_after - sizes[how] - _head(report) < 0.02 * sizes[how]
+    codes = 2 * 128 * (128 + 2 * 64 + 128 + 3 * 288)
+    assert sizes[True] < 1.05 * codes < 1.06 * codes < sizes[False]
+
+
+def _head(report: Any) -> int:
+    return next(layer.bytes_after for layer in report.layers if layer.name == "lm_head")
 
 
 # ------------------------------------------------------------------- what is left to the layer

@@ -9,10 +9,11 @@ that the layer had.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from cute_fp8.arguments import watched
 from cute_fp8.decoder.block import decoder_block
 from cute_fp8.decoder.module import LAYERS, following, layer_config, linears_of, norms_of, of_linear
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights
@@ -68,17 +69,58 @@ def _make(layer: Any) -> str | None:
 
 
 def _weights(layer: Any) -> DecoderWeights:
-    """The children's tensors, looked up anew at every call: whoever changes them is heard."""
-    attention, mlp = layer.self_attn, layer.mlp
+    """The children's tensors."""
+    qkv, o, gate_up, down = (of_linear(linear) for linear in _gemms_of(layer))
     norms = {name: norm.weight for name, norm in norms_of(layer).items()}
-    return DecoderWeights(
-        layer.block_config,
-        qkv=of_linear(attention.qkv_proj),
-        o=of_linear(attention.o_proj),
-        gate_up=of_linear(mlp.gate_up_proj),
-        down=of_linear(mlp.down_proj),
-        **norms,
-    )
+    return DecoderWeights(layer.block_config, qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
+
+
+class _Kept(NamedTuple):
+    """A layer's weights, and where everything in them was found: a look at each of these is much
+    quicker than to ask the modules again, and whoever changes one is heard.
+    """
+
+    weights: DecoderWeights
+    linears: tuple[Linear, ...]
+    found: tuple[tuple[dict[str, Any], str, Any], ...]
+    #: Scales, and what they are views of.
+    views: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, layer: Any) -> _Kept:
+        """What a layer has now."""
+        weights, linears = _weights(layer), _gemms_of(layer)
+        leaves = [*linears, *norms_of(layer).values()]
+        owners = [module._modules for module in (layer, layer.self_attn, layer.mlp)]
+        owners += [d for leaf in leaves for d in (leaf._parameters, leaf._buffers)]
+        projections = (weights.qkv, weights.o, weights.gate_up, weights.down)
+        views = tuple(
+            (
+                projection.scales,
+                linear.weight_scale if linear.scale_blocks is None else linear.scale_blocks,
+            )
+            for projection, linear in zip(projections, linears, strict=True)
+        )
+        return cls(weights, linears, tuple((d, k, v) for d in owners for k, v in d.items()), views)
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        for owner, name, value in self.found:
+            if owner.get(name) is not value:
+                return False
+        return all(view.data_ptr() == base.data_ptr() for view, base in self.views)
+
+
+def _precise_weights(layer: Any) -> DecoderWeights | None:
+    """A layer's weights; None if it is to add up fast, which a block does not."""
+    if watched():
+        weights, linears = _weights(layer), _gemms_of(layer)
+    else:
+        kept: _Kept | None = layer.__dict__.get("_kept")
+        if kept is None or not kept.holds():
+            kept = layer.__dict__["_kept"] = _Kept.of(layer)
+        weights, linears = kept.weights, kept.linears
+    return None if any(linear.fast_accum for linear in linears) else weights
 
 
 class _AsBlock(nn.Module):
@@ -98,41 +140,53 @@ class _AsBlock(nn.Module):
     ) -> Any:
         """As transformers' layers have it; releases differ in what they call the cache."""
         cache = kwargs.pop("past_key_values", cache)
-        layer: Any = self
-        if not _computes(layer, hidden_states, attention_mask, position_embeddings, kwargs):
+        weights = None
+        if _computes(self, hidden_states, attention_mask, position_embeddings, kwargs):
+            weights = _precise_weights(self)
+        if weights is None:
             rest: Any = {"position_embeddings": position_embeddings, **kwargs}
             return super().forward(
                 hidden_states, attention_mask, position_ids, cache, use_cache, **rest
             )
+        attention: Any = self.self_attn
         return decoder_block(
             hidden_states,
-            _weights(layer),
+            weights,
             position_embeddings,  # type: ignore[arg-type]
             following(cache, attention_mask, hidden_states.shape[1]),
             attention_mask=attention_mask,
-            layer=layer.self_attn.layer_idx,
+            layer=attention.layer_idx,
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _AsBlock:
+        self.__dict__.pop("_kept", None)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is copied and pickled: a class made here has no name to be found by."""
-        return _empty, (type(self).__bases__[1],), self.__dict__.copy()
+        state = {key: value for key, value in self.__dict__.items() if key != "_kept"}
+        return _empty, (type(self).__bases__[1],), state
 
 
 def _computes(layer: Any, x: Tensor, mask: Any, embeddings: Any, options: dict[str, Any]) -> bool:
     """Whether a block computes what a call of the layer asks for."""
     attention = layer.self_attn
-    dtype = layer.input_layernorm.weight.dtype
-    linears = (attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     return (
-        attention.config._attn_implementation == "sdpa"
-        and embeddings is not None
-        and x.dtype == dtype == embeddings[0].dtype
+        embeddings is not None
+        and attention.config._attn_implementation == "sdpa"
+        and x.dtype == layer.input_layernorm.weight.dtype == embeddings[0].dtype
         and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4))
         and not (layer.training and attention.attention_dropout)
         and out_dtype_of(x) is x.dtype
-        and not any(linear.fast_accum for linear in linears)
         and not any(options.get(name) is not None for name in _ELSEWHERE)
     )
+
+
+def _gemms_of(layer: Any) -> tuple[Linear, ...]:
+    """Its projections, fused, in the order of :class:`DecoderWeights`."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -13,7 +13,6 @@ from tiny_decoders import LAYERS, by_how_much, decoder, greedy, logits, prompt, 
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8 import DecoderBlock
 from cute_fp8.decoder import block as blocks
 from cute_fp8.models import decoder_layers
 from cute_fp8.models.modules import VARIANTS
@@ -149,6 +148,22 @@ def test_tracing(device: str) -> None:
             assert torch.equal(y, z)
 
 
+@on_devices
+@torch.no_grad()
+def test_export(device: str) -> None:
+    """One program for prompts of any length."""
+    fused = converted("Qwen3", True, device)
+    dim = torch.export.Dim("tokens", min=2, max=512)
+    shapes = {"input_ids": {1: dim}, "use_cache": None}
+    options = {"use_cache": False}
+    program = torch.export.export(
+        fused, (prompt(2, 30).to(device),), options, dynamic_shapes=shapes, strict=False
+    )
+    for length in (5, 60):
+        ids = prompt(2, length).to(device)
+        assert torch.equal(program.module()(ids, **options).logits, logits(fused, ids))
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_generation_that_transformers_compiles() -> None:
@@ -226,13 +241,32 @@ def test_checkpoints(variant: str, tmp_path: Path, calls: list[int]) -> None:
     assert len(calls) == 2 * LAYERS
 
 
-def test_moves_are_heard() -> None:
-    fused = converted("Llama", True)
+def test_changes_are_heard() -> None:
+    """Of a dtype, a device, a parameter, its data, a module, in place: after a call, too."""
+    fused, ids = converted("Llama", True), prompt(1, 9)
+    layer, found = fused.model.layers[0], [logits(fused, ids)]
+
+    def data(linear: Any) -> None:
+        linear.weight_scale.data = linear.weight_scale.data * 2
+
+    def parameter(linear: Any) -> None:
+        linear.weight_scale = nn.Parameter(linear.weight_scale.detach() * 2, requires_grad=False)
+
+    def in_place(linear: Any) -> None:
+        linear.weight_scale.mul_(2)
+
+    for change in (data, parameter, in_place):
+        change(layer.mlp.down_proj)
+        found.append(logits(fused, ids))
+    layer.mlp = converted("Llama", True).model.layers[1].mlp
+    layer.input_layernorm.weight.data = layer.input_layernorm.weight.data * 2
+    found.append(logits(fused, ids))
+    assert len({tuple(y.flatten().tolist()) for y in found}) == len(found)
     fused.to(torch.float16)
-    assert logits(fused, prompt(1, 9)).dtype is torch.float16
+    assert logits(fused, ids).dtype is torch.float16
     with torch.no_grad():
         meta = copy.deepcopy(fused).to("meta")
-        assert meta(prompt(1, 9).to("meta")).logits.device.type == "meta"
+        assert meta(ids.to("meta")).logits.device.type == "meta"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -341,34 +375,3 @@ def test_how_to_fuse_is_checked() -> None:
     report = cute_fp8.convert(model, fuse="projections")
     assert len(report.fused) == 2 * LAYERS and report.blocks == report.no_blocks == ()
     assert cute_fp8.convert(model).blocks == NAMES, "what is fused so far becomes blocks"
-
-
-# ------------------------------------------------------------------- blocks by themselves
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("how", [False, "projections", True])
-@torch.no_grad()
-def test_blocks_of_converted_layers(how: Any, variant: str) -> None:
-    """Codes and scales are those of the layer, put together; as from its bf16 weights."""
-    original = decoder("Qwen2")
-    model = copy.deepcopy(original)
-    cute_fp8.convert(model, variant=variant, fuse=how)
-    made = DecoderBlock.from_module(model.model.layers[1])
-    assert made.config.variant == variant
-    wanted = DecoderBlock.from_module(original.model.layers[1], variant=variant)
-    mine, theirs = made.state_dict(), wanted.state_dict()
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(mine[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    other = next(v for v in VARIANTS if v != variant)
-    with pytest.raises(ValueError, match=f"^variant: got '{other}', must be '{variant}' as the"):
-        DecoderBlock.from_module(model.model.layers[1], variant=other)
-
-
-def test_a_block_of_mixed_projections_is_refused() -> None:
-    model = decoder("Llama")
-    cute_fp8.convert(model, exclude="*down_proj", fuse=False)
-    wanted = r"^layer: got q_proj in per_token, down_proj in no FP8, must be all projections of"
-    with pytest.raises(ValueError, match=wanted):
-        DecoderBlock.from_module(model.model.layers[0])

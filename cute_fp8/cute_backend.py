@@ -26,7 +26,7 @@ from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.scales import blocked_numel
-from cute_fp8.workspace import workspace
+from cute_fp8.workspace import is_unshared, workspace
 
 #: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
 Launcher = Callable[
@@ -78,7 +78,7 @@ class CuteGemm:
         submit = self.submit
         empty_like, contiguous = torch.empty_like, torch.contiguous_format
         # One element seen as a whole output: `empty_like` of it is the cheapest allocation.
-        template = torch.empty((), dtype=p.out_dtype, device=p.device).expand(p.m, p.out_columns)
+        template: Tensor | None = None
 
         def launch(
             xq: Tensor,
@@ -89,8 +89,14 @@ class CuteGemm:
             residual: Tensor | None,
             out: Tensor | None,
         ) -> Tensor | tuple[Tensor, Tensor]:
-            if out is None:
+            nonlocal template
+            if out is None and template is not None:
                 out = empty_like(template, memory_format=contiguous)
+            elif out is None:
+                out = torch.empty((p.m, p.out_columns), dtype=p.out_dtype, device=p.device)
+                if not is_unshared():
+                    one = torch.empty((), dtype=p.out_dtype, device=p.device)
+                    template = one.expand(p.m, p.out_columns)
             else:
                 self._check_out(Operands(xq, sx, wq, sw, bias, residual, out))
             if more:

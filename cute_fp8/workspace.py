@@ -46,12 +46,17 @@ def unshared() -> Iterator[None]:
         _unshared.reset(token)
 
 
+def is_unshared() -> bool:
+    """Whether nothing may be kept of the memory that is allocated now."""
+    return _unshared.get()
+
+
 def workspace(device: torch.device, words: int) -> Tensor:
     """At least ``words`` 32-bit words for a launch on the current stream of ``device``.
 
     The counters at its beginning are 0 when the launch runs.
     """
-    if _unshared.get():
+    if is_unshared():
         return _new(device, words)
     index = device.index
     stream = torch._C._cuda_getCurrentRawStream(index)

@@ -1,19 +1,23 @@
 """A decoder of Llama 8B's size with random weights, converted: memory, prefill and decode times.
 
-    python -m perf.models FILE [--seconds 50] [--minilm FILE]
+    python -m perf.models FILE [--seconds 90] [--minilm FILE]
     python -m perf.models FILE --dry-run          # small, on the CPU
 
 Beside it the same model in bf16 and, where it is installed, torchao's per-row FP8, which is run
-eagerly here: its quantiser is meant to be compiled. Everything is timed as one CUDA graph a call.
-Decode steps read a cache of random keys and values, the same for all. A row's ``error`` is the
-relative L2 distance of the logits from bf16's; of random weights, 32 layers deep, it says how
-errors add up, not what a trained model loses. With ``--minilm``, a file that ``minilm_file`` has
-written, the sentence encoder's similarities are compared, too.
+eagerly here: its quantiser is meant to be compiled. Ours comes as decoder blocks, with fused
+projections, and with every projection by itself. Everything is timed as one CUDA graph a call.
+Decode steps read a cache of random keys and values, the same for all: one that grows, which
+transformers copies at every step, or one of a fixed size, under a mask. A row's ``error`` is the
+relative L2 distance of the logits from bf16's, the worst token's; of random weights, although each
+layer adds little, it says how errors add up, not what a trained model loses. An encoder of
+MiniLM's size with random weights is judged, too; with ``--minilm``, a file that ``minilm_file`` has
+written, also the similarities of MiniLM itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import statistics
 import sys
@@ -29,35 +33,22 @@ import torch
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8 import compiler, demo
+from cute_fp8 import compiler
 from cute_fp8.environment import commit, environment
-from cute_fp8.models.modules import VARIANTS
 from cute_fp8.targets import target_of
+from perf.encoders import compare_minilm, random_encoder
+from perf.model_cases import BF16, CASES, LARGE, SMALL, Case, distances
 from perf.results_io import Row, save
 
-BF16 = torch.bfloat16
-#: Llama 3 8B, and what a dry run makes of it.
-LARGE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
+#: How ours is converted, by the name of a row's ``impl``.
+OURS: dict[str, Any] = {
+    "cute_fp8": True,
+    "cute_fp8_projections": "projections",
+    "cute_fp8_linears": False,
 }
-SMALL = LARGE | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-}
-#: Name, sequences, tokens of each, tokens in the cache.
-CASES = (("prefill", 1, 2048, 0), ("decode", 1, 1, 1024), ("decode", 16, 1, 1024))
 REPLAYS = 15
+#: Of a prefill, so many tokens are judged, not only the last, whose logits are computed.
+JUDGED = 256
 
 
 @dataclass
@@ -107,6 +98,13 @@ class Study:
                 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**self.sizes))
         finally:
             torch.set_default_dtype(before)
+        # As in trained models, a layer adds little to what its input is.
+        little = (2 * self.sizes["num_hidden_layers"]) ** -0.5
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(50)
+            for name, parameter in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.mul_(little)
         return model.eval()
 
     def time_model(self, model: Any, impl: str, variant: str) -> None:
@@ -116,62 +114,32 @@ class Study:
             if self.spent > self.seconds:
                 self.say(f"{impl}: {name} x {batch} is left out, the time is over")
                 continue
-            call = self._call(model, batch, tokens, cached)
+            case = Case(self.sizes, self.device, name, batch, tokens, cached)
             head: Row = {"op": f"llama8b_{name}", "variant": variant, "impl": impl}
             head |= {"M": batch * tokens, "N": self.sizes["hidden_size"]}
             head |= {"K": self.sizes["intermediate_size"]}
             key = f"{name} {batch}x{tokens}+{cached}"
             try:
-                times, y = self._times(call)
+                with torch.inference_mode():
+                    y = case.run(model, min(tokens, JUDGED)).flatten(0, 1).clone()
+                    times = self._times(lambda case=case: case.run(model, 1))  # type: ignore[misc]
             except Exception as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
                 self.rows.append({**head, "failed": why})
                 self.say(f"{impl} {variant}: {key}: {why}")
                 continue
-            verdict = cute_fp8.near_lossless(y, self.expected.setdefault(key, y))
-            accuracy[key] = {"cosine": verdict.cosine, "rel_l2": verdict.rel_l2}
+            found = accuracy[key] = distances(y, self.expected.setdefault(key, y))
             us = statistics.median(times)
             figures = {"us": us, "us_min": min(times), "us_max": max(times)}
-            self.rows.append({**head, **figures, "error": verdict.rel_l2})
-            self.say(f"{impl} {variant}: {key}: {us:.0f} us, logits {verdict.rel_l2:.4f} off")
+            self.rows.append({**head, **figures, "error": found["worst_rel_l2"]})
+            self.say(f"{impl} {variant}: {key}: {us:.0f} us, logits {found['rel_l2']:.4f} off")
 
-    def _call(self, model: Any, batch: int, tokens: int, cached: int) -> Callable[[], Tensor]:
-        """A forward over ``tokens`` new tokens a sequence, after ``cached`` old ones."""
-        import transformers
-
-        sizes, device = self.sizes, self.device
-        generator = torch.Generator(device).manual_seed(1)
-        ids = torch.randint(
-            sizes["vocab_size"], (batch, tokens), device=device, generator=generator
-        )
-        shape = (batch, sizes["num_key_value_heads"], cached, sizes["head_dim"])
-        old = [
-            tuple(
-                torch.randn(shape, device=device, generator=generator, dtype=BF16) for _ in range(2)
-            )
-            for _ in range(sizes["num_hidden_layers"] if cached else 0)
-        ]
-        positions = torch.arange(cached, cached + tokens, device=device).expand(batch, -1)
-
-        def call() -> Tensor:
-            cache = transformers.DynamicCache()
-            for layer, (keys, values) in enumerate(old):
-                cache.update(keys, values, layer)
-            options: dict[str, Any] = {"use_cache": bool(cached), "logits_to_keep": 1}
-            if cached:
-                options["past_key_values"] = cache
-            y: Tensor = model(ids, position_ids=positions, **options).logits
-            return y
-
-        return call
-
-    @torch.inference_mode()
-    def _times(self, call: Callable[[], Tensor]) -> tuple[list[float], Tensor]:
-        """Microseconds of each replay, and the logits of the last one."""
+    def _times(self, call: Callable[[], Tensor]) -> list[float]:
+        """Microseconds of each replay."""
         if self.device == "cpu":
             start = time.perf_counter()
-            y = call()
-            return [(time.perf_counter() - start) * 1e6], y
+            call()
+            return [(time.perf_counter() - start) * 1e6]
         event: Any = torch.cuda.Event
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):  # compiles what cannot be compiled during a capture
@@ -179,7 +147,7 @@ class Study:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = call()
+            call()
         times = []
         for replay in range(-3, REPLAYS):
             begin, end = (event(enable_timing=True) for _ in range(2))
@@ -189,11 +157,11 @@ class Study:
             end.synchronize()
             if replay >= 0:
                 times.append(begin.elapsed_time(end) * 1e3)
-        return times, y.clone()
+        return times
 
     # ------------------------------------------------------------------------------- memory
 
-    def convert(self, model: nn.Module, variant: str) -> None:
+    def convert(self, model: nn.Module, variant: str, fuse: Any = True) -> None:
         """Convert in place; bytes before, at most meanwhile, and after."""
         gc.collect()
         before = self._bytes(model)
@@ -202,7 +170,7 @@ class Study:
             torch.cuda.reset_peak_memory_stats()
         allocated = self._allocated(model)
         start = time.perf_counter()
-        report = cute_fp8.convert(model, variant=variant)
+        report = cute_fp8.convert(model, variant=variant, fuse=fuse)
         self._synchronize()
         seconds = time.perf_counter() - start
         gc.collect()
@@ -210,6 +178,7 @@ class Study:
         found = {
             "quantised": len(report.quantised),
             "fused": len(report.fused),
+            "blocks": len(report.blocks),
             "seconds": round(seconds, 2),
             "bf16_bytes": before,
             "end_bytes": self._bytes(model),
@@ -222,7 +191,7 @@ class Study:
             found["peak_bytes"] = peak - others
             found["peak_ratio"] = round((peak - others) / before, 4)
             found["allocated_end_ratio"] = round((self._allocated(model) - others) / before, 4)
-        self.facts[f"convert {variant}"] = found
+        self.facts[f"convert {variant}, fuse={fuse}"] = found
         self.say(f"converted: {found}")
 
     def _allocated(self, model: nn.Module) -> int:
@@ -240,49 +209,66 @@ class Study:
 
     # ------------------------------------------------------------------------------- steps
 
-    def fill(self, variant: str) -> None:
-        """Compile the GEMMs that the cases take, side by side."""
+    def fill(self) -> None:
+        """Compile the larger ones of what the cases take, side by side."""
         if self.device == "cpu":
             return
         hidden, ffn, head = (
             self.sizes[n] for n in ("hidden_size", "intermediate_size", "head_dim")
         )
-        heads = self.sizes["num_attention_heads"] + 2 * self.sizes["num_key_value_heads"]
-        shapes = (
-            ("gemm", heads * head, hidden),
-            ("gemm", hidden, self.sizes["num_attention_heads"] * head),
-            ("gemm_gated", 2 * ffn, hidden),
-            ("gemm", hidden, ffn),
-        )
-        configs = {}
-        for _, batch, tokens, _ in self.cases():
-            for op, n, k in shapes:
-                problem = {"m": batch * tokens, "n": n, "k": k, "variant": variant}
-                route = cute_fp8.explain(op, **problem, device="cuda").route
-                if route is not None and route.pick is not None:
-                    configs[route.pick.config] = None
+        wide = self.sizes["num_attention_heads"] * head
+        columns = wide + 2 * self.sizes["num_key_value_heads"] * head
+        bf16 = {"residual": BF16}
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("gemm", {"n": columns, "k": hidden}),
+            *(("gemm", {"n": hidden, "k": k, **more}) for k in (wide, ffn) for more in ({}, bf16)),
+            *(("gemm", {"n": n, "k": hidden}) for n in (hidden, columns - wide, ffn)),
+            ("gemm_gated", {"n": 2 * ffn, "k": hidden, "activation": "silu"}),
+            ("decoder_mlp", {"n": ffn, "k": hidden}),
+            *(("quantize", {"k": k}) for k in (hidden, wide, ffn)),
+        ]
+        configs: dict[Any, None] = {}
+        for m in {batch * tokens for _, batch, tokens, _ in self.cases()}:
+            for op, problem in calls:
+                route = cute_fp8.explain(op, m=m, device="cuda", **problem).route
+                if route is not None:
+                    picked = route.pick.config if route.pick else route.rows or route.fused
+                    configs |= {} if picked is None else {picked: None}
         target = target_of(torch.cuda.get_device_capability())
         for _ in compiler.fill_disk([*configs], target):
             pass
-        self.say(f"{len(configs)} GEMM kernels are ready ({variant})")
+        self.say(f"{len(configs)} kernels are ready")
 
     def run(self, minilm: Path | None) -> None:
         """All steps, the most wanted first."""
         with ThreadPoolExecutor(1) as beside:  # compiling is other processes' work
-            filled = beside.submit(self.fill, "per_token")
+            filled = beside.submit(self.fill)
             model = self.decoder()
             self.say("the decoder is there")
-            self.time_model(model, "torch_bf16", "bf16")
             filled.result()
-        self.convert(model, "per_token")
-        self.time_model(model, "cute_fp8", "per_token")
-        del model
-        self._free()
+        self.time_model(model, "torch_bf16", "bf16")
+        for impl, fuse in OURS.items():
+            ours = copy.deepcopy(model)
+            self.convert(ours, "per_token", fuse)
+            self.time_model(ours, impl, "per_token")
+            del ours
+            self._free()
+        if self.spent < self.seconds:
+            ours = copy.deepcopy(model)
+            self.convert(ours, "mxfp8")  # its memory; a Hopper GPU has no kernels for it
+            del ours
+            self._free()
+        if self.spent < self.seconds:
+            self.facts["random_encoder"] = random_encoder(
+                self.device, 64 if self.device == "cuda" else 2
+            )
+            self.say(f"encoder: {self.facts['random_encoder']}")
         if minilm is not None:
             self.facts["minilm"] = compare_minilm(minilm, self.device)
             self.say(f"MiniLM: {self.facts['minilm']}")
-        if self.spent < self.seconds * 0.6 and (quantize := _torchao()) is not None:
-            model = self.decoder()
+        if (quantize := _torchao()) is None:
+            self.facts["torchao"] = "not installed"
+        elif self.spent < self.seconds:
             try:
                 quantize(model)
             except Exception as error:
@@ -290,8 +276,6 @@ class Study:
                 self.say(f"torchao: {self.facts['torchao']}")
             else:
                 self.time_model(model, "torchao", "per_token")
-            del model
-            self._free()
 
     def _free(self) -> None:
         gc.collect()
@@ -319,66 +303,13 @@ def _torchao() -> Callable[[nn.Module], Any] | None:
     return quantize
 
 
-# ------------------------------------------------------------------------------------- MiniLM
-
-
-def minilm_file(path: Path) -> None:
-    """The encoder in bf16 with the tokens of the sentences, for a machine without its package."""
-    from cute_fp8 import demo_model
-    from perf.sentences import RELATED, UNRELATED
-
-    encoders = {
-        name: demo_model.load(torch.device("cpu"), texts)
-        for name, texts in (("related", RELATED), ("unrelated", UNRELATED))
-    }
-    model = encoders["related"].model.to(BF16)
-    data = {
-        "config": model.config.to_dict(),
-        "state": model.state_dict(),
-        "tokens": {name: encoder.tokens for name, encoder in encoders.items()},
-    }
-    torch.save(data, path)
-
-
-def compare_minilm(path: Path, device: str) -> dict[str, Any]:
-    """Rank correlation and largest difference of similarities, FP8 against bf16, per variant."""
-    import transformers
-
-    from cute_fp8.demo_model import Encoder, embed
-
-    data = torch.load(path, weights_only=True)
-    data["config"].pop("dtype", None)
-    config = transformers.BertConfig(**data["config"])
-    found: dict[str, Any] = {}
-    for variant in VARIANTS:
-        model = transformers.BertModel(config).to(device, BF16).eval()
-        model.load_state_dict(data["state"])
-        encoders = {
-            name: Encoder(model, {key: t.to(device) for key, t in tokens.items()})
-            for name, tokens in data["tokens"].items()
-        }
-        before = {name: embed(model, encoder) for name, encoder in encoders.items()}
-        cute_fp8.convert(model, variant=variant)
-        for name, encoder in encoders.items():
-            old, new = before[name], embed(model, encoder)
-            upper = torch.triu_indices(len(old), len(old), offset=1)
-            pairs = [(e @ e.T)[upper[0], upper[1]].cpu() for e in (new, old)]
-            found[f"{name} {variant}"] = {
-                "sentences": len(old),
-                "spearman": demo.spearman(*pairs),
-                "largest_difference": float((pairs[0] - pairs[1]).abs().max()),
-                "least_cosine": float((old * new).sum(dim=1).min()),
-            }
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0; 1 if something of ours failed."""
     parser = argparse.ArgumentParser(
         "python -m perf.models", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=50.0, help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after so many")
     parser.add_argument("--minilm", type=Path, help="what minilm_file has written")
     parser.add_argument("--dry-run", action="store_true", help="small, on the CPU")
     args = parser.parse_args(arguments)
@@ -390,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         meta |= {"seconds": round(study.spent, 1), "models": study.facts}
         save(args.out, meta, study.rows)
-    return int(any("failed" in r and r["impl"] == "cute_fp8" for r in study.rows))
+    return int(any("failed" in r and r["impl"] in OURS for r in study.rows))
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
     grouped = heads != keys
     q = q.transpose(1, 2)
     if mask is not None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return _masked(q, k, v, mask)
     if not causal or tokens in (1, length):
         causal = causal and tokens > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -204,6 +204,18 @@ def _of_heads(grouped: Tensor, heads: Heads, tokens: int) -> Tensor:
     """``[B, H, S, D]`` of what is grouped by heads of keys."""
     parts = grouped.reshape(grouped.shape[0], heads.keys, tokens, -1, heads.dim)
     return parts.transpose(2, 3).flatten(1, 2)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of ``[B, heads, tokens, D]`` under a mask, with which no fast kernel has groups."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.shape[2] == 1 and mask.dim() == 4 and mask.shape[1] == 1:
+        # All that a group of heads attends to is the same: they are a group of queries.
+        queries = q.reshape(q.shape[0], k.shape[1], group, q.shape[3])
+        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+        return o.reshape(q.shape)
+    k, v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -94,9 +94,9 @@ _kernels: dict[Hashable, compiler.Kernel | None] = {}
 
 def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
     (m, hidden), dtype, device = rows.shape, rows.dtype, rows.device
-    key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
     if settings.current().choice is not None:
         return None
+    key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
     if key not in _kernels:
         problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)
         _kernels[key] = kernel_of(problem)

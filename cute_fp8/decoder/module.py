@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from cute_fp8.decoder.block import decoder_block
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection, gated, project
+from cute_fp8.models.fusing import Part, joined
+from cute_fp8.models.modules import Linear
 
 #: Classes of transformers that are known to compute what a decoder block does.
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -40,23 +42,26 @@ class DecoderBlock(nn.Module):
 
     @classmethod
     def from_module(
-        cls, layer: Any, *, variant: str = "per_token", causal: bool = True
+        cls, layer: Any, *, variant: str | None = None, causal: bool = True
     ) -> DecoderBlock:
-        """Quantise a Llama, Mistral, Qwen2 or Qwen3 decoder layer of transformers.
+        """Make a block of a Llama, Mistral, Qwen2 or Qwen3 decoder layer of transformers.
 
         Args:
-            layer: with bf16, fp16 or fp32 weights.
-            variant: ``per_token`` or ``mxfp8``.
+            layer: with bf16, fp16 or fp32 weights, which are quantised; or with every projection a
+                :class:`cute_fp8.Linear`, as ``convert`` and ``load_checkpoint`` make them, whose
+                codes and scales are put together as they are.
+            variant: ``per_token`` or ``mxfp8``; by default what the projections are, else
+                ``per_token``.
             causal: False attends in both directions where no mask is given.
 
         Raises:
-            TypeError: another layer, or a projection that is no ``nn.Linear``.
+            TypeError: another layer, or a projection that is no linear layer.
             ValueError: something in it that is not supported, with the reason.
         """
-        name = type(layer).__name__
-        if name not in LAYERS:
+        if not any(is_a(layer, name) for name in LAYERS):
+            name = type(layer).__name__
             raise TypeError(f"layer: got {name}, must be one of {', '.join(LAYERS)}")
-        config = _config(layer, variant, causal)
+        config = layer_config(layer, variant, causal)
         return cls(_weights(layer, config), layer=int(layer.self_attn.layer_idx or 0))
 
     @property
@@ -91,7 +96,7 @@ class DecoderBlock(nn.Module):
             hidden_states,
             self.weights,
             position_embeddings,  # type: ignore[arg-type]
-            cache,
+            following(cache, attention_mask, hidden_states.shape[1]),
             attention_mask=attention_mask,
             layer=self.layer,
         )
@@ -133,26 +138,59 @@ class DecoderBlock(nn.Module):
         )
 
 
-def _config(layer: Any, variant: str, causal: bool) -> DecoderConfig:
-    """The shape of a layer, or the reason why it is not supported."""
+class _Filled:
+    """A cache of transformers with room in it, of which only what is new is attended to."""
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append; returns the new keys and values."""
+        keys, values = self.cache.update(k, v, layer)
+        return keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]]
+
+
+def following(cache: Any, mask: Tensor | None, tokens: int) -> Any:
+    """A cache as :func:`decoder_block` is to use it.
+
+    One of a fixed size gives all its room back, filled or not. With several tokens and no mask,
+    transformers means that it was empty, and causal attention among these tokens.
+    """
+    fixed = mask is None and tokens > 1 and getattr(cache, "is_compileable", False)
+    return _Filled(cache) if fixed else cache
+
+
+# ------------------------------------------------------------------------------- from transformers
+
+
+def layer_config(
+    layer: Any, variant: str | None, causal: bool, masked: bool = False
+) -> DecoderConfig:
+    """The shape of a layer of :data:`LAYERS`.
+
+    Args:
+        variant: that it shall have; None for what it has.
+        masked: whether its calls come with the masks of sliding windows.
+
+    Raises:
+        TypeError, ValueError: the reason why it is not supported.
+    """
     attention, mlp, hf = layer.self_attn, layer.mlp, layer.self_attn.config
     if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
         raise ValueError(f"layer: got {type(mlp).__name__}, must have a gated MLP (no experts)")
     if hf.hidden_act not in ("silu", "swish"):
         raise ValueError(f"layer: got activation {hf.hidden_act!r}, must be 'silu'")
-    mistral = type(layer).__name__ == "MistralDecoderLayer"
+    mistral = is_a(layer, "MistralDecoderLayer")
     window = getattr(hf if mistral else attention, "sliding_window", None)
-    if window is not None:
+    if window is not None and not masked:
         raise ValueError(f"layer: got a sliding window of {window}, must attend to all tokens")
     dim = attention.head_dim
     if abs(attention.scaling - dim**-0.5) > 1e-9:
         raise ValueError(f"layer: got attention scaling {attention.scaling}, must be {dim**-0.5}")
-    epsilons = {n.variance_epsilon for n in _norms(layer).values()}
+    epsilons = {n.variance_epsilon for n in norms_of(layer).values()}
     if len(epsilons) != 1:
         raise ValueError(f"layer: got norms with epsilons {sorted(epsilons)}, must be one for all")
-    for name, linear in _linears(layer).items():
-        if type(linear) is not nn.Linear:
-            raise TypeError(f"{name}: got {type(linear).__name__}, must be nn.Linear")
+    variant = _variant(linears_of(layer), variant)
     return DecoderConfig(
         hidden=attention.q_proj.in_features,
         ffn=mlp.gate_proj.out_features,
@@ -165,7 +203,32 @@ def _config(layer: Any, variant: str, causal: bool) -> DecoderConfig:
     ).check()
 
 
-def _norms(layer: Any) -> dict[str, Any]:
+def is_a(layer: Any, name: str) -> bool:
+    """Whether a layer's class, or one that it comes from, has a name."""
+    return any(kind.__name__ == name for kind in type(layer).__mro__)
+
+
+def _variant(linears: dict[str, Any], wanted: str | None) -> str:
+    """That of all projections; ``wanted``, or the usual one, if none is in FP8 yet."""
+    kinds: dict[str | None, str] = {}
+    for name, linear in linears.items():
+        if type(linear) is not nn.Linear and not isinstance(linear, (Linear, Part)):
+            raise TypeError(f"{name}: got {type(linear).__name__}, must be nn.Linear")
+        own = linear.whole if isinstance(linear, Part) else linear
+        kinds.setdefault(own.variant if isinstance(own, Linear) else None, name)
+    if len(kinds) > 1:
+        got = ", ".join(f"{name} in {kind or 'no FP8'}" for kind, name in kinds.items())
+        raise ValueError(f"layer: got {got}, must be all projections of one kind")
+    (kind,) = kinds
+    if kind is None:
+        return wanted or "per_token"
+    if wanted not in (None, kind):
+        raise ValueError(f"variant: got {wanted!r}, must be {kind!r} as the projections are")
+    return kind
+
+
+def norms_of(layer: Any) -> dict[str, Any]:
+    """The norms of a layer, by :class:`DecoderWeights`' names."""
     found = {
         "input_norm": layer.input_layernorm,
         "mlp_norm": layer.post_attention_layernorm,
@@ -175,7 +238,8 @@ def _norms(layer: Any) -> dict[str, Any]:
     return {name: norm for name, norm in found.items() if norm is not None}
 
 
-def _linears(layer: Any) -> dict[str, Any]:
+def linears_of(layer: Any) -> dict[str, Any]:
+    """The projections of a layer, by transformers' names."""
     attention, mlp = layer.self_attn, layer.mlp
     found = {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     return found | {name: getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
@@ -183,19 +247,36 @@ def _linears(layer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _weights(layer: Any, config: DecoderConfig) -> DecoderWeights:
-    attention, mlp, variant = layer.self_attn, layer.mlp, config.variant
-    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [part.bias for part in parts]
-    if len({bias is None for bias in biases}) != 1:
-        raise ValueError("layer: got biases on some of q, k and v, must be on all or none")
-    bias = None if biases[0] is None else torch.cat(biases)
-    qkv = project(torch.cat([part.weight for part in parts]), bias, variant)
-    gate, up = ((p.weight, p.bias) for p in (mlp.gate_proj, mlp.up_proj))
-    norms: dict[str, Tensor] = {n: p.weight.detach().clone() for n, p in _norms(layer).items()}
+    linears, variant = linears_of(layer), config.variant
+    norms: dict[str, Tensor] = {n: p.weight.detach().clone() for n, p in norms_of(layer).items()}
     projections: dict[str, Projection] = {
-        "qkv": qkv,
-        "o": project(attention.o_proj.weight, attention.o_proj.bias, variant),
-        "gate_up": gated(gate, up, variant),
-        "down": project(mlp.down_proj.weight, mlp.down_proj.bias, variant),
+        "qkv": _projection([linears[name] for name in ("q_proj", "k_proj", "v_proj")], variant),
+        "o": _projection([linears["o_proj"]], variant),
+        "gate_up": _projection(
+            [linears["gate_proj"], linears["up_proj"]], variant, interleaved=True
+        ),
+        "down": _projection([linears["down_proj"]], variant),
     }
     return DecoderWeights(config, **norms, **projections).check()  # type: ignore[arg-type]
+
+
+def _projection(layers: list[Any], variant: str, *, interleaved: bool = False) -> Projection:
+    """One projection of some: rows one after another, or gate and up interleaved."""
+    if isinstance(layers[0], Part):
+        return of_linear(layers[0].whole)
+    biases = [layer.bias for layer in layers]
+    if len({bias is None for bias in biases}) != 1:
+        names = "gate and up" if interleaved else "q, k and v"
+        raise ValueError(f"layer: got biases on some of {names}, must be on all or none")
+    if isinstance(layers[0], Linear):
+        return of_linear(joined(layers, interleaved) if len(layers) > 1 else layers[0])
+    if interleaved:
+        gate, up = ((layer.weight, layer.bias) for layer in layers)
+        return gated(gate, up, variant)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return project(torch.cat([layer.weight for layer in layers]), bias, variant)
+
+
+def of_linear(layer: Linear) -> Projection:
+    """The tensors of a layer that is in FP8, none of them copied."""
+    return Projection(layer.weight, layer.gemm_scale.view(-1), layer.bias)

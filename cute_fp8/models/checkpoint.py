@@ -27,8 +27,8 @@ from cute_fp8.models.formats import (
     recognise,
     take,
 )
-from cute_fp8.models.fusing import Part, is_whole
-from cute_fp8.models.fusing import fuse as fuse_projections
+from cute_fp8.models.fusing import Fuse, Part, check_fuse, is_whole
+from cute_fp8.models.fusing import fuse as fuse_layers
 from cute_fp8.models.modules import Linear, check_variant
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.models.tensor_files import (
@@ -161,7 +161,7 @@ def load_checkpoint(
     folder: str | os.PathLike[str],
     *,
     variant: str | None = None,
-    fuse: bool = True,
+    fuse: Fuse = True,
 ) -> Report:
     """Load a folder's tensors; where a linear layer's weight is FP8, put a :class:`Linear` there.
 
@@ -184,6 +184,7 @@ def load_checkpoint(
     """
     if variant is not None:
         check_variant(variant)
+    check_fuse(fuse)
     with TensorFolder(folder) as files:
         block = block_of(files.config)
         found: dict[str, Found] = {}
@@ -197,8 +198,7 @@ def load_checkpoint(
             layers.append(_load_linear(model, name, places.pop(name), files, found, variant, block))
         _load_others(model, files, set(found))
     _no_meta_left(model)
-    fused = fuse_projections(model) if fuse else []
-    return Report(tuple(layers), tuple(fused), _notes(files, found))
+    return Report.of(layers, fuse_layers(model, fuse), _notes(files, found))
 
 
 def block_of(config: dict[str, Any]) -> tuple[int, int]:
@@ -288,10 +288,7 @@ def _load_linear(
     else:
         replace(model, name, layer.train(own.training))
     before = n * k + files.get(found[name].scale).nbytes
-    after = sum(
-        t.nbytes for t in (layer.weight, layer.weight_scale, layer.scale_blocks) if t is not None
-    )
-    return LayerReport(name, n, k, before, after, **said)
+    return LayerReport(name, n, k, before, layer.weight_bytes, **said)
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cute_fp8.accuracy import activation_error, near_lossless
-from cute_fp8.models.fusing import fuse as fuse_projections
+from cute_fp8.models.fusing import Fuse, check_fuse
+from cute_fp8.models.fusing import fuse as fuse_layers
 from cute_fp8.models.modules import Linear, check_variant, size_refusal
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.numerics import dequantize_fp8, dequantize_mxfp8
@@ -38,7 +39,7 @@ def convert(
     variant: str = "per_token",
     min_rows: int | None = None,
     sample_inputs: Any = None,
-    fuse: bool = True,
+    fuse: Fuse = True,
 ) -> Report:
     """Replace a model's ``nn.Linear`` by :class:`cute_fp8.Linear`, in place, one by one.
 
@@ -57,8 +58,10 @@ def convert(
             reading, whatever its format, and the quantiser's launch comes on top.
         sample_inputs: what the model is called with once, to judge each layer on what it sees: a
             tensor, a tuple of positional or a mapping of keyword arguments; or a list of these.
-        fuse: also make q|k|v and gate|up one GEMM each in decoders that are known
-            (:data:`cute_fp8.models.fusing.DECODERS`). Tensor parallelism wants them apart.
+        fuse: ``"projections"`` makes q|k|v and gate|up one GEMM each in decoders that are known
+            (:data:`cute_fp8.models.fusing.DECODERS`); True also makes each of their layers a
+            decoder block, where a block computes what it does. False, as tensor parallelism wants
+            it, leaves everything apart.
 
     Returns:
         The report: ``print(report.table())``, ``report.save_json(path)``, ``report.plot(path)``.
@@ -68,6 +71,7 @@ def convert(
         RuntimeError: called while a CUDA graph is being captured.
     """
     check_variant(variant)
+    check_fuse(fuse)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be an nn.Module")
     if type(model) is nn.Linear:
@@ -93,8 +97,7 @@ def convert(
             reason = f"sees {rows.get(name, 0)} rows, fewer than min_rows = {min_rows}"
         layers.append(_convert_layer(model, name, linear, variant, reason, samples.pop(name, None)))
         del linear  # the only reference to a weight that may be gone from the model
-    fused = fuse_projections(model) if fuse else []
-    return Report(tuple(layers), tuple(fused))
+    return Report.of(layers, fuse_layers(model, fuse))
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -8,14 +8,14 @@ once, where modules of their own round three times.
 A fused model keeps the names and the values of its state dict: in the place of each projection
 stays a :class:`Part`, which reads and writes its rows of the fused weight there.
 
-This is also where a whole decoder layer can be exchanged for something faster: whatever does that
-takes the layer before its projections are fused one by one.
+A decoder layer whose projections are all fused can then run as one block
+(:mod:`cute_fp8.models.decoder_layers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,47 @@ ACTIVATIONS = {
 _TENSORS = ("weight", SCALE, "bias")
 
 
-def fuse(model: nn.Module) -> list[str]:
-    """Fuse what can be fused, in place.
+#: How far to fuse: not at all, projections only, or decoder layers as blocks, too.
+Fuse = bool | Literal["projections"]
 
-    Returns:
-        The names of the fused projections, such as ``model.layers.0.self_attn.q|k|v``.
+
+class Fused(NamedTuple):
+    """What was fused.
+
+    Attributes:
+        projections: names, such as ``model.layers.0.self_attn.q|k|v``.
+        blocks: names of decoder layers that run as blocks.
+        refused: names of those that do not, each with the reason.
     """
+
+    projections: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def check_fuse(how: Any) -> None:
+    """Raise ``ValueError`` unless it is one of :data:`Fuse`."""
+    if not isinstance(how, bool) and how != "projections":
+        raise ValueError(f"fuse: got {how!r}, must be True, False or 'projections'")
+
+
+def fuse(model: nn.Module, how: Fuse = True) -> Fused:
+    """Fuse what can be fused, in place."""
+    if not how:
+        return Fused()
+    fused = tuple(_fuse_projections(model))
+    if how == "projections":
+        return Fused(fused)
+    if not any(is_known(module, "DecoderLayer") for module in model.modules()):
+        return Fused(fused)
+    # Takes the decoder and its ops along.
+    from cute_fp8.models.decoder_layers import as_blocks
+
+    blocks, refused = as_blocks(model)
+    return Fused(fused, tuple(blocks), tuple(refused))
+
+
+def _fuse_projections(model: nn.Module) -> list[str]:
     fused = []
     for name, module in list(model.named_modules()):
         if is_known(module, "Attention") and _fusible(module, QKV):
@@ -54,17 +89,27 @@ def fuse(model: nn.Module) -> list[str]:
             fused.append(f"{name}.q|k|v")
     for name, module in list(model.named_modules()):
         for child, mlp in list(module.named_children()):
-            if is_known(mlp, "MLP") and _fusible(mlp, GATE_UP) and activation_of(mlp) is not None:
+            known = is_known(mlp, "MLP") and not is_hooked(mlp)
+            if known and _fusible(mlp, GATE_UP) and activation_of(mlp) is not None:
                 setattr(module, child, GatedMlp(mlp))
                 fused.append(f"{name}.{child}.gate|up".removeprefix("."))
     return fused
 
 
 def is_known(module: nn.Module, kind: str) -> bool:
-    """Whether a module is the ``Attention`` or the ``MLP`` of a decoder of :data:`DECODERS`."""
+    """Whether a module is the ``Attention``, ``MLP`` or ``DecoderLayer`` of one of
+    :data:`DECODERS`.
+    """
     kinds = type(module)
     known = kinds.__name__ in {family + kind for family in DECODERS}
     return known and kinds.__module__.startswith("transformers.")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else than we wants to know of its calls, or answers them in its place."""
+    before = module._forward_pre_hooks.values()
+    others = any(not isinstance(hook, ProjectInput) for hook in before)
+    return bool(others or module._forward_hooks or "forward" in module.__dict__)
 
 
 def activation_of(mlp: nn.Module) -> str | None:
@@ -112,6 +157,16 @@ class Part(nn.Module):
     def whole(self) -> Linear:
         """The fused projection."""
         return self._whole[0]
+
+    @property
+    def in_features(self) -> int:
+        """Of the projection that it stands for."""
+        return self.whole.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Likewise."""
+        return self.channels
 
     def forward(self, y: Tensor) -> Tensor:
         """The channels of this part, of all that the fused GEMM gave."""
@@ -178,7 +233,8 @@ class Part(nn.Module):
                     new = new.detach()
                     new = new.view(torch.uint8) if new.element_size() == 1 else new
                     rows.copy_(new.view(rows.shape))
-        whole.scales_changed()
+                    if name == SCALE:
+                        whole.scales_changed(tensor)
 
 
 class _Fused(Linear):
@@ -208,7 +264,8 @@ def _joined(tensors: Sequence[Tensor | None], gated: bool) -> Tensor | None:
     return joined.view(dtype)
 
 
-def _whole(layers: Sequence[Linear], gated: bool = False) -> Linear:
+def joined(layers: Sequence[Linear], gated: bool = False) -> Linear:
+    """One layer of several: rows one after another, or gate and up interleaved; no code changes."""
     codes, scale, bias = (
         _joined([getattr(layer, name) for layer in layers], gated) for name in _TENSORS
     )
@@ -234,7 +291,7 @@ class ProjectInput:
 def _fuse_qkv(attention: nn.Module) -> None:
     layers = [attention.get_submodule(name) for name in QKV]
     linears = [layer for layer in layers if isinstance(layer, Linear)]
-    whole = _whole(linears)
+    whole = joined(linears)
     first = 0
     for name, layer in zip(QKV, linears, strict=True):
         setattr(attention, name, Part(whole, first, layer.out_features))
@@ -258,7 +315,7 @@ class GatedMlp(nn.Module):
         assert activation is not None
         self.activation = activation
         self.config = getattr(mlp, "config", None)
-        whole = _whole([gate, up], gated=True)
+        whole = joined([gate, up], gated=True)
         self.gate_proj = Part(whole, 0, gate.out_features, gated=0)
         self.up_proj = Part(whole, 0, up.out_features, gated=1)
         self.down_proj = mlp.get_submodule("down_proj")
@@ -274,11 +331,10 @@ class GatedMlp(nn.Module):
             and type(down) is Linear
             and down.variant == "mxfp8"
         )
-        blocks = whole.scale_blocks
         hidden = gemm_gated(
             *quantize_input(x, whole.variant),
             whole.weight,
-            whole.weight_scale if blocks is None else blocks.view(torch.float8_e8m0fnu),
+            whole.gemm_scale,
             whole.bias,
             activation=self.activation,
             out_dtype=E4M3 if quantised else dtype,

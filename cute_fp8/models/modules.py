@@ -87,7 +87,6 @@ class Linear(nn.Linear):
     """
 
     weight: Parameter
-    weight_scale: Parameter
     #: Bytes of MXFP8 scales in 128x4 blocks, as GEMMs read them; follow ``weight_scale``.
     scale_blocks: Tensor | None
 
@@ -133,7 +132,7 @@ class Linear(nn.Linear):
         self.out_features, self.in_features = codes.shape
         self.fast_accum = False
         self.weight = Parameter(codes, requires_grad=False)
-        self.weight_scale = Parameter(scale, requires_grad=False)
+        self._parameters[SCALE] = Parameter(scale, requires_grad=False)
         kept = None if bias is None else Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", kept)
         self.register_buffer("scale_blocks", None, persistent=False)
@@ -192,14 +191,31 @@ class Linear(nn.Linear):
         return layer
 
     @property
+    def weight_scale(self) -> Tensor:
+        """The scales; see the class. After :meth:`keep_blocks` a copy, made at every look."""
+        rows = self._parameters[SCALE]
+        if rows is not None:
+            return rows
+        assert self.scale_blocks is not None
+        blocks = self.scale_blocks.view(E8M0)
+        return from_blocked(blocks, self.out_features, self.in_features // MX_BLOCK)
+
+    @property
+    def gemm_scale(self) -> Tensor:
+        """The scales in the form that costs a GEMM no further launch."""
+        blocks = self.scale_blocks
+        return self.weight_scale if blocks is None else blocks.view(E8M0)
+
+    @property
     def variant(self) -> str:
         """``per_token`` or ``mxfp8``."""
-        return "mxfp8" if self.weight_scale.dtype is E8M0 else "per_token"
+        rows = self._parameters[SCALE]
+        return "mxfp8" if rows is None or rows.dtype is E8M0 else "per_token"
 
     @property
     def weight_bytes(self) -> int:
         """Of codes and scales, in every form that is kept."""
-        tensors = (self.weight, self.weight_scale, self.scale_blocks)
+        tensors = (self.weight, self._parameters[SCALE], self.scale_blocks)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,24 +228,35 @@ class Linear(nn.Linear):
 
     def forward_quantized(self, xq: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         """The same on codes and scales, as a producer of this layer's variant gives them."""
-        blocks = self.scale_blocks
-        sw = self.weight_scale if blocks is None else blocks.view(E8M0)
-        y = gemm(
-            xq, sx, self.weight, sw, self.bias, out_dtype=out_dtype, fast_accum=self.fast_accum
-        )
+        sw, fast = self.gemm_scale, self.fast_accum
+        y = gemm(xq, sx, self.weight, sw, self.bias, out_dtype=out_dtype, fast_accum=fast)
         assert isinstance(y, Tensor)
         return y
 
-    def scales_changed(self) -> None:
+    def scales_changed(self, scale: Tensor | None = None) -> None:
         """To be called by whoever wrote to ``weight_scale``: lay its blocks out anew.
 
         Loading a state dict does it.
+
+        Args:
+            scale: what ``weight_scale`` is to be, where only blocks are kept.
         """
+        scale = self._parameters[SCALE] if scale is None else scale
+        if scale is None:
+            return
         blocks = None
-        if self.weight_scale.dtype is E8M0:
+        if scale.dtype is E8M0:
             with torch.no_grad():
-                blocks = to_blocked(self.weight_scale.detach()).view(torch.uint8)
+                blocks = to_blocked(scale.detach()).view(torch.uint8)
         self.scale_blocks = blocks
+
+    def keep_blocks(self) -> None:
+        """Of MXFP8 scales keep the blocks only; in a state dict they stay what they are.
+
+        ``weight_scale`` is no parameter then, which tensor parallelism would need.
+        """
+        if self.scale_blocks is not None:
+            self._parameters[SCALE] = None
 
     def reset_parameters(self) -> None:
         """Nothing: there is no distribution to draw codes and scales from."""
@@ -242,7 +269,8 @@ class Linear(nn.Linear):
         """Moves go through; casts meet codes and scales as integers, which they leave alone."""
 
         def apply(tensor: Tensor) -> Tensor:
-            if not any(tensor is t for t in (self.weight, self.weight_scale, self.scale_blocks)):
+            own = (self.weight, self._parameters[SCALE], self.scale_blocks)
+            if not any(tensor is t for t in own):
                 return fn(tensor)
             integer = torch.int32 if tensor.dtype is torch.float32 else torch.uint8
             moved = fn(tensor.detach().view(integer))
@@ -258,7 +286,8 @@ class Linear(nn.Linear):
         for name, tensor in parameters.items():
             if type(tensor) is Parameter and tensor.dtype in (E4M3, E8M0):
                 parameters[name] = Parameter(tensor.detach().view(torch.uint8), False)
-        return state | {"_parameters": parameters, "_buffers": {"scale_blocks": None}}
+        blocks = self.scale_blocks if parameters[SCALE] is None else None
+        return state | {"_parameters": parameters, "_buffers": {"scale_blocks": blocks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The float8 dtypes again, and the blocks of scales."""
@@ -269,11 +298,16 @@ class Linear(nn.Linear):
                 self._parameters[name] = Parameter(tensor.detach().view(dtype), False)
         self.scales_changed()
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._parameters[SCALE] is None:
+            destination[prefix + SCALE] = self.weight_scale
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **options: Any
     ) -> None:
         """Refuses what a copy would round to codes, and takes scales in their usual shapes."""
-        *_, error_msgs = arguments
+        *_, missing, unexpected, error_msgs = arguments
         weight, scale = (state_dict.get(prefix + name) for name in ("weight", SCALE))
         if weight is not None and weight.dtype is not E4M3:
             error_msgs.append(
@@ -284,11 +318,9 @@ class Linear(nn.Linear):
         if scale is not None:
             try:
                 scale = module_scale(scale, self.out_features, self.in_features)
-                if scale.dtype is not self.weight_scale.dtype:
-                    raise TypeError(
-                        f"scale: got {scale.dtype}, must be {self.weight_scale.dtype} "
-                        f"({self.variant})"
-                    )
+                own = E8M0 if self.variant == "mxfp8" else torch.float32
+                if scale.dtype is not own:
+                    raise TypeError(f"scale: got {scale.dtype}, must be {own} ({self.variant})")
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{prefix}weight_{error}")
                 return
@@ -296,7 +328,14 @@ class Linear(nn.Linear):
         if weight is not None:
             state_dict[prefix + "weight"] = aligned(weight)
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
-        self.scales_changed()
+        if self._parameters[SCALE] is None:
+            # No parameter of it, so that nobody has looked for it, or copied it.
+            if scale is None:
+                missing.append(prefix + SCALE)
+                return
+            unexpected[:] = [key for key in unexpected if key != prefix + SCALE]
+            scale = scale.to(self.weight.device)
+        self.scales_changed(scale if self._parameters[SCALE] is None else None)
 
 
 def aligned(codes: Tensor) -> Tensor:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cute_fp8.accuracy import MAX_REL_L2, Verdict
+from cute_fp8.models.fusing import Fused
+from cute_fp8.numerics import MX_BLOCK
+from cute_fp8.scales import blocked_numel
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,23 @@ class Report:
     Attributes:
         layers: one for every linear layer that was looked at.
         fused: names of projections that are one GEMM now.
+        blocks: names of decoder layers that run as decoder blocks now.
+        no_blocks: names of decoder layers that do not, each with the reason.
         notes: what concerns no single layer.
     """
 
     layers: tuple[LayerReport, ...]
     fused: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    blocks: tuple[str, ...] = ()
+    no_blocks: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, layers: Iterable[LayerReport], fused: Fused, notes: tuple[str, ...] = ()) -> Report:
+        """Of layers, and of what :func:`cute_fp8.models.fusing.fuse` did."""
+        inside = tuple(f"{name}." for name in fused.blocks)
+        layers = [_in_block(x) if x.name.startswith(inside) else x for x in layers]
+        return cls(tuple(layers), fused.projections, notes, fused.blocks, fused.refused)
 
     @property
     def quantised(self) -> tuple[LayerReport, ...]:
@@ -108,6 +122,9 @@ class Report:
             lines += [f"  {layer.name}: {layer.reason}" for layer in self.kept]
         if self.fused:
             lines += ["", f"one GEMM each: {', '.join(self.fused)}"]
+        if self.blocks:
+            lines += ["", f"decoder blocks: {', '.join(self.blocks)}"]
+        lines += self._titled("no decoder blocks:", [f"{n}: {why}" for n, why in self.no_blocks])
         notes = [f"{layer.name}: {note}" for layer in self.layers for note in layer.notes]
         return "\n".join([*lines, *self._titled("notes:", [*self.notes, *notes])])
 
@@ -121,6 +138,8 @@ class Report:
             "quantised": len(self.quantised),
             "layers": [layer.as_dict() for layer in self.layers],
             "fused": list(self.fused),
+            "blocks": list(self.blocks),
+            "no_blocks": dict(self.no_blocks),
             "notes": list(self.notes),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -165,6 +184,14 @@ class Report:
         axes.set_title(f"{self}; grey: stays as it is", fontsize=9)
         axes.legend(fontsize=8)
         figure.savefig(path, format="png", dpi=110)
+
+
+def _in_block(layer: LayerReport) -> LayerReport:
+    """Of MXFP8 scales a decoder block keeps one form."""
+    if layer.variant != "mxfp8":
+        return layer
+    scales = blocked_numel(layer.n, layer.k // MX_BLOCK)
+    return replace(layer, bytes_after=layer.n * layer.k + scales)
 
 
 def _row(layer: LayerReport, judged: bool) -> list[str]:

@@ -45,6 +45,11 @@ class RowwiseParallel(parallel.RowwiseParallel):
                 f"{name or 'module'}: got K = {k} on {shards} devices, must divide: "
                 f"{refusal or 'uneven shards'}"
             )
+        if SCALE not in dict(module.named_parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'module'}: got a layer of a decoder block, must be converted with "
+                "fuse=False"
+            )
         whole = (Replicate(),)
         along_k = (Shard(1),)
         placements = {

@@ -6,10 +6,10 @@ import copy
 import importlib.util
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny_decoders import LAYERS, decoder, greedy, logits, prompt, same_state
 from torch import Tensor, nn
 
 import cute_fp8
@@ -22,45 +22,6 @@ from perf.sentences import RELATED, UNRELATED
 transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma")
-LAYERS = 2
-
-
-def decoder(family: str, **options: Any) -> nn.Module:
-    """Random weights, sizes of its own for every kind of channel."""
-    config = getattr(transformers, f"{family}Config")(
-        hidden_size=128,
-        intermediate_size=288,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=320,
-        pad_token_id=0,
-        **options,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(BF16).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-        # As in trained models, a layer adds little to what its input is.
-        model.get_input_embeddings().weight.normal_(std=0.1)
-    return model
-
-
-def prompt(*shape: int) -> Tensor:
-    return torch.randint(3, 320, shape, generator=torch.Generator().manual_seed(2))
-
-
-def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def greedy(model: Any, ids: Tensor) -> Tensor:
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
 
 
 class Reference(nn.Module):
@@ -83,13 +44,6 @@ def reference_of(model: nn.Module) -> nn.Module:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Reference(module))
     return model
-
-
-def same_state(a: nn.Module, b: nn.Module) -> bool:
-    mine, theirs = a.state_dict(), b.state_dict()
-    return sorted(mine) == sorted(theirs) and all(
-        torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in mine
-    )
 
 
 @pytest.mark.parametrize(

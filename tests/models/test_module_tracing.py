@@ -18,6 +18,7 @@ K, HIDDEN, N = 96, 160, 136
 #: M of successive calls of one compiled model.
 TOKENS = (2, 17, 64, 130, 300, 5)
 BF16 = torch.bfloat16
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 class Counting:
@@ -52,21 +53,23 @@ def tokens(*batch: int, device: str = "cpu") -> Tensor:
     return x.to(device=device, dtype=BF16).view(*batch, K)
 
 
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_no_recompilation_past_the_second_size(variant: str, guard: Callable[[], Any]) -> None:
+def test_no_recompilation_past_the_second_size(
+    variant: str, guard: Callable[[], Any], device: str
+) -> None:
     """The default of ``dynamic``: the first size is taken as fixed, the second is not."""
     backend = Counting()
-    layers = model(variant)
+    layers = model(variant, device)
     compiled = torch.compile(layers, fullgraph=True, backend=backend)
     with guard():
-        for m in TOKENS:
-            assert torch.equal(compiled(tokens(m)), layers(tokens(m))), m
-            assert backend.graphs <= 2, m
-        for few in (0, 1):
-            assert torch.equal(compiled(tokens(few)), layers(tokens(few)))
+        for m in (*TOKENS, 0, 1):
+            x = tokens(m, device=device)
+            assert torch.equal(compiled(x), layers(x)), m
+            assert backend.graphs <= (2 if m > 1 else 4), m
         for m in TOKENS[::-1]:
-            compiled(tokens(m))
+            compiled(tokens(m, device=device))
         assert backend.graphs <= 4
 
 
@@ -76,40 +79,46 @@ def test_no_graph_break(variant: str) -> None:
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
+@on_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_through_inductor(variant: str) -> None:
-    layers = model(variant)
+def test_through_inductor(variant: str, device: str) -> None:
+    layers = model(variant, device)
     compiled = torch.compile(layers, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for m in TOKENS[:3]:
-            assert torch.equal(compiled(tokens(m)), layers(tokens(m))), m
+            x = tokens(m, device=device)
+            assert torch.equal(compiled(x), layers(x)), m
 
 
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_autocast_inside(variant: str) -> None:
-    layers = model(variant).float()
+def test_autocast_inside(variant: str, device: str) -> None:
+    layers = model(variant, device).float()
 
     def call(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(device, dtype=BF16):
             return layers(x)
 
-    x = tokens(4).float()
+    x = tokens(4, device=device).float()
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     y = compiled(x)
     assert y.dtype == BF16 and torch.equal(y, call(x))
 
 
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_export(variant: str, tmp_path: Any) -> None:
-    """One program for every M >= 2, which survives being saved."""
-    layers = model(variant)
+def test_export(variant: str, device: str) -> None:
+    """One program for every M >= 2."""
+    layers = model(variant, device)
     dim = torch.export.Dim("tokens", min=2, max=4096)
-    program = torch.export.export(layers, (tokens(300),), dynamic_shapes=({0: dim},))
+    example = (tokens(300, device=device),)
+    program = torch.export.export(layers, example, dynamic_shapes=({0: dim},))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert targets.count(torch.ops.cute_fp8.gemm.default) == 2
     for m in TOKENS:
-        assert torch.equal(program.module()(tokens(m)), layers(tokens(m)))
+        x = tokens(m, device=device)
+        assert torch.equal(program.module()(x), layers(x))
 
 
 def test_a_new_weight_is_seen_without_recompiling() -> None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cute_fp8.api import gemm
-from cute_fp8.arguments import check_aligned, refuse_grad
+from cute_fp8.arguments import check_aligned, check_tensor, refuse_grad
 from cute_fp8.decoder import mlp, projection
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.projection import Projected
@@ -95,7 +96,8 @@ def decoder_block(
     cos, sin = _check(x, weights, position_embeddings, cache, attention_mask)
     config = weights.config
     batch, tokens, hidden = x.shape
-    rows = x.reshape(batch * tokens, hidden)
+    # Contiguous, hence aligned, where it is a view that no row kernel and no residual could be.
+    rows = x.contiguous().view(batch * tokens, hidden)
     first = projection.norm_project(
         rows, weights.input_norm, config.eps, weights.qkv, config.variant
     )
@@ -108,7 +110,6 @@ def decoder_block(
     keys, values = k, v
     if isinstance(cache, KVCache):
         keys, values = cache.filled(tokens)
-        cache.length += tokens
     elif cache is not None:
         keys, values = cache.update(k, v, layer)
     if grouped:
@@ -118,6 +119,8 @@ def decoder_block(
     second = _output(attended, rows, weights)
     y, made = _mlp(second.y, weights)
     y = y.view(x.shape)
+    if isinstance(cache, KVCache):
+        cache.length += tokens  # now that nothing has failed
     if not return_intermediates:
         return y
     if grouped:
@@ -138,7 +141,7 @@ def decoder_mlp(x: Tensor, weights: DecoderWeights, *, return_intermediates: boo
     """
     _check_weights(weights)
     _check_x(x, weights)
-    y, made = _mlp(x.reshape(-1, weights.config.hidden), weights)
+    y, made = _mlp(x.contiguous().view(-1, weights.config.hidden), weights)
     y = y.view(x.shape)
     return (y, made) if return_intermediates else y
 
@@ -245,14 +248,31 @@ def _check(
         got = type(cache).__name__
         raise TypeError(f"cache: got {got}, must be a KVCache, or have an update method")
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            got = type(mask).__name__  # type: ignore[unreachable]
-            raise TypeError(f"attention_mask: got {got}, must be a torch.Tensor")
-        if mask.device != x.device:
-            raise ValueError(
-                f"attention_mask: got device {mask.device}, must be {x.device} as x is"
-            )
+        _check_mask(mask, x, weights, cache)
     return rotation
+
+
+def _check_mask(mask: Tensor, x: Tensor, weights: DecoderWeights, cache: Any) -> None:
+    """What ``scaled_dot_product_attention`` would refuse only after the cache has been written."""
+    check_tensor("attention_mask", mask)
+    if mask.dtype not in (torch.bool, x.dtype):
+        raise TypeError(f"attention_mask: got {mask.dtype}, must be torch.bool or {x.dtype}")
+    if mask.device != x.device:
+        raise ValueError(f"attention_mask: got device {mask.device}, must be {x.device} as x is")
+    if torch.compiler.is_compiling():
+        return  # comparing sizes would fix them
+    batch, tokens, _ = x.shape
+    length: int | None = tokens
+    if isinstance(cache, KVCache):
+        length = cache.length + tokens
+    elif cache is not None:
+        length = None  # which its update says
+    fits = 2 <= mask.dim() <= 4
+    wanted = (batch, weights.config.heads, tokens, length)[4 - mask.dim() :] if fits else ()
+    pairs = zip(mask.shape, wanted, strict=fits)
+    if not fits or any(w is not None and have not in (1, w) for have, w in pairs):
+        text = f"[{batch}, {weights.config.heads}, {tokens}, {length or 'tokens of the cache'}]"
+        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, must broadcast to {text}")
 
 
 def _check_weights(weights: DecoderWeights) -> None:
@@ -261,8 +281,7 @@ def _check_weights(weights: DecoderWeights) -> None:
 
 
 def _check_x(x: Tensor, weights: DecoderWeights) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, must be a torch.Tensor")
+    check_tensor("x", x)
     if x.dtype not in OUT_DTYPES:
         raise TypeError(f"x: got {x.dtype}, must be bfloat16, float16 or float32")
     hidden = weights.config.hidden

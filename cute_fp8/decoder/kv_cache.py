@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import has_storage
 from cute_fp8.decoder.rope import Heads, aligned
 
 
@@ -78,6 +79,8 @@ class KVCache:
             if tensor.stride(-1) != 1 or not aligned(tensor):
                 got = tuple(tensor.stride())
                 raise ValueError(f"{name}: got strides {got}, must be 16-byte aligned rows")
+        if has_storage(self.k) and self.k.data_ptr() == self.v.data_ptr():
+            raise ValueError("cache.v: got the memory of cache.k, must be separate")
         if self.length < 0 or self.length + tokens > self.capacity:
             raise ValueError(
                 f"cache: got room for {self.capacity} tokens of which {self.length} are taken, "

@@ -39,6 +39,7 @@ class DecoderBlock(nn.Module):
         for name, tensor in weights.tensors():
             self.register_buffer(name, tensor.detach())
         self._weights: DecoderWeights | None = None
+        self._buffers_then: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def from_module(
@@ -66,9 +67,13 @@ class DecoderBlock(nn.Module):
 
     @property
     def weights(self) -> DecoderWeights:
-        """Its tensors, by name."""
-        if self._weights is None:
+        """Its tensors, by name; checked where one is another than at the last call."""
+        found = tuple(self._buffers.values())
+        if self._weights is None or any(
+            new is not old for new, old in zip(found, self._buffers_then, strict=True)
+        ):
             self._weights = DecoderWeights.of(self.config, dict(self.named_buffers()))
+            self._buffers_then = found
         return self._weights
 
     def make_cache(self, batch: int, capacity: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:

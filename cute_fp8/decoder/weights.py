@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import check_aligned, check_tensor
 from cute_fp8.decoder.rope import Heads, check_heads
 from cute_fp8.gating import interleave_gate_up
 from cute_fp8.kernels.config import K_MULTIPLE, VARIANTS
@@ -153,8 +154,7 @@ class DecoderWeights:
     def _check(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
     ) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        check_tensor(name, tensor)
         if tensor.dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise TypeError(f"{name}: got {tensor.dtype}, must be {wanted}")
@@ -166,6 +166,7 @@ class DecoderWeights:
             raise ValueError(
                 f"{name}: got device {tensor.device}, must be {self.device} as input_norm is"
             )
+        check_aligned(name, tensor)
 
 
 def project(weight: Tensor, bias: Tensor | None, variant: str) -> Projection:

@@ -250,3 +250,20 @@ def test_published_sizes_on_a_gpu(family: str, sizes: tuple[int, ...]) -> None:
         wanted = layer(x, attention_mask=mask, position_embeddings=rotation)
         verdict = cute_fp8.near_lossless(block(x, position_embeddings=rotation), wanted)
         assert verdict.passed, (batch, tokens, verdict)
+
+
+def test_a_replaced_buffer_is_used() -> None:
+    model = model_of("Llama")
+    block = DecoderBlock.from_module(model.model.layers[0])
+    x = torch.randn(1, 3, 128, dtype=torch.bfloat16)
+    angles = torch.zeros(1, 3, 32, dtype=torch.bfloat16)
+    embeddings = (angles + 1, angles)
+    before = block(x, position_embeddings=embeddings)
+    zero = {"mlp_norm": torch.zeros_like(block.mlp_norm)}
+    swapped = torch.func.functional_call(
+        block, zero, (x,), {"position_embeddings": embeddings}, strict=False
+    )
+    assert not torch.equal(swapped, before)
+    assert torch.equal(block(x, position_embeddings=embeddings), before)
+    block.mlp_norm = zero["mlp_norm"]
+    assert torch.equal(block(x, position_embeddings=embeddings), swapped)

@@ -179,8 +179,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
     q = q.transpose(1, 2)
     if mask is not None:
         return _masked(q, k, v, mask)
-    if not causal or tokens in (1, length):
-        causal = causal and tokens > 1
+    if tokens == 1:
+        causal = False  # the last token attends to all
+    if not causal or tokens == length:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     # Its import takes a second.
     from torch.nn.attention.bias import causal_lower_right

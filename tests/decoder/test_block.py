@@ -381,9 +381,11 @@ def test_a_failure_of_attention_leaves_the_length(monkeypatch: pytest.MonkeyPatc
     def fails(*a: Any, **k: Any) -> None:
         raise RuntimeError("attention")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="attention"):
+    x, at = case.x(1, 5), case.at(0, 5)
+    with monkeypatch.context() as patch:
         patch.setattr(block.F, "scaled_dot_product_attention", fails)
-        cute_fp8.decoder_block(case.x(1, 5), case.weights, case.at(0, 5), cache)
+        with pytest.raises(RuntimeError, match="attention"):
+            cute_fp8.decoder_block(x, case.weights, at, cache)
     assert cache.length == 0
     cute_fp8.decoder_block(case.x(1, 5), case.weights, case.at(0, 5), cache)
     assert cache.length == 5

@@ -93,7 +93,7 @@ def fragment_address(
             fragment.
         half: which 16 bytes of the 32-byte k-block.
     """
-    return line_address(stages.iterator.toint() + first_row * k, k, row, half)
+    return stages.iterator.toint() + (first_row + row) * k + (half * 16 ^ swizzle_bits(row, k))
 
 
 @cute.jit

@@ -36,7 +36,7 @@ Kernel = Callable[..., None]
 _kernels: dict[tuple[Config, str], Kernel] = {}
 #: What the DSL returned: it owns the loaded code.
 _owners: list[object] = []
-#: Where a kernel's code has been loaded, or is about to be: (configuration, target, device index).
+#: What has been handed out for a launch, which loads its code: (configuration, target, device).
 _loaded: set[tuple[Config, str, int]] = set()
 #: One per kernel: of several threads that want the same, one makes it.
 _locks: dict[tuple[Config, str], threading.Lock] = {}

@@ -31,7 +31,7 @@ class _Kept:
 
     Attributes:
         blocked: its scales in 128x4 blocks, made by work that has ended.
-        alias: shares its memory, which so is nobody else's while this is kept.
+        alias: keeps its memory in use, so that no other tensor can get its address.
         state: how it was when it was frozen.
         streams: those that ``blocked`` may be read on, and is not given back before.
     """

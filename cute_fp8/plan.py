@@ -6,7 +6,7 @@ call finds the plan and checks the few things that no key holds: addresses, grad
 
 Reading all those properties takes longer than launching a kernel. A CuTe kernel checks its tensors
 itself, in compiled code, so for it a second, short key of what decides *which* kernel runs is
-enough. Whatever such a kernel refuses goes the long way, which finds the words for it.
+enough. What such a kernel refuses goes through all checks, one of which says what is wrong.
 """
 
 from __future__ import annotations

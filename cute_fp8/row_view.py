@@ -13,7 +13,10 @@ from cute_fp8.rows import KERNEL_OPS, RowInputs, RowOptions, RowProblem, check_r
 
 
 def without_data(op: str, m: int, k: int, variant: str, residual: bool) -> RowProblem:
-    """The call on contiguous bf16 rows that have no memory: for ``explain``."""
+    """The call on contiguous bf16 rows that have no memory: for ``explain``.
+
+    As it is made where nothing is said: RMSNorm rounds as Hugging Face's.
+    """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
@@ -24,7 +27,9 @@ def without_data(op: str, m: int, k: int, variant: str, residual: bool) -> RowPr
     if op == "attention_out_quantize":
         x = empty(1, 1, m, k)
     added = empty(m, k) if residual and weight is not None else None
-    problem = check_rows(RowInputs(x, weight, residual=added), RowOptions(op, variant))
+    rounding = "hf" if op == "rmsnorm_quantize" else "fused"
+    options = RowOptions(op, variant, rounding=rounding)
+    problem = check_rows(RowInputs(x, weight, residual=added), options)
     return replace(problem, view=view_of(x, problem))
 
 

@@ -17,19 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from cute_fp8.models.conversion import replace
-from cute_fp8.models.formats import (
-    BLOCK,
-    SCALES,
-    UNUSED,
-    Found,
-    quantization_config,
-    recognise,
-    take,
-)
-from cute_fp8.models.fusing import Fuse, Part, check_fuse, is_whole
+from cute_fp8.models.formats import BLOCK, MXFP8_STATE, SCALES, UNUSED, Found, recognise, take
+from cute_fp8.models.fusing import Fuse, Part, check_fuse
 from cute_fp8.models.fusing import fuse as fuse_layers
+from cute_fp8.models.model_config import said_of, tell_config
 from cute_fp8.models.modules import Linear, check_variant
+from cute_fp8.models.places import linear_places, refusal, replace
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.models.tensor_files import (
     CONFIG,
@@ -46,6 +39,8 @@ from cute_fp8.progress import watched
 
 #: Formats of compressed-tensors that are read.
 FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision", "dense")
+#: Those, and what ``save_pretrained`` writes of MXFP8 layers.
+_READ = (*FORMATS, MXFP8_STATE)
 #: Bytes of a file, about.
 SHARD_BYTES = 5_000_000_000
 
@@ -125,30 +120,14 @@ def as_stored(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().clone()
 
 
-def _linear_places(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers and what stands for them, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Part)) and not is_whole(module)
-    }
-
-
 def _write_config(model: nn.Module, path: Path) -> None:
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
     own: Any = getattr(model, "config", None)
     if hasattr(own, "to_json_string"):
         config = json.loads(own.to_json_string(use_diff=False))
-    variants, ignore = {}, []
-    for name, module in _linear_places(model).items():
-        layer = module.whole if isinstance(module, Part) else module
-        if isinstance(layer, Linear):
-            variants[name] = layer.variant
-        else:
-            ignore.append(name)
     config.pop("quantization_config", None)
-    if variants:
-        config["quantization_config"] = quantization_config(variants, ignore)
+    if (said := said_of(model)) is not None:
+        config["quantization_config"] = said
     if config:
         write_json(path, config)
 
@@ -188,17 +167,18 @@ def load_checkpoint(
     with TensorFolder(folder) as files:
         block = block_of(files.config)
         found: dict[str, Found] = {}
-        for name in _linear_places(model):
+        for name in linear_places(model):
             if (form := recognise(name, files.facts, block)) is not None:
                 found[name] = form
         _check(model, files, found)
+        _check_places(model, found)
         layers = []
-        places = _linear_places(model)
+        places = linear_places(model)
         for name in watched(list(places), "loading", len(places)):
             layers.append(_load_linear(model, name, places.pop(name), files, found, variant, block))
         _load_others(model, files, set(found))
-    _no_meta_left(model)
-    return Report.of(layers, fuse_layers(model, fuse), _notes(files, found))
+    fused = fuse_layers(model, fuse)
+    return Report.of(layers, fused, (*_notes(files, found), *tell_config(model)))
 
 
 def block_of(config: dict[str, Any]) -> tuple[int, int]:
@@ -213,7 +193,7 @@ def block_of(config: dict[str, Any]) -> tuple[int, int]:
         raise ValueError(
             f"{CONFIG}: got quant_method {method!r}, must be 'compressed-tensors' or 'fp8'"
         )
-    if method == "compressed-tensors" and form not in (None, *FORMATS):
+    if method == "compressed-tensors" and form not in (None, *_READ):
         raise ValueError(f"{CONFIG}: got format {form!r}, must be one of {', '.join(FORMATS)}")
     rows, columns = said.get("weight_block_size") or BLOCK
     for group in (said.get("config_groups") or {}).values():
@@ -256,6 +236,28 @@ def _check(model: nn.Module, files: TensorFolder, found: dict[str, Found]) -> No
     extra = [key for key in files.files if key not in taken and not key.endswith(UNUSED)]
     if extra:
         raise ValueError(f"{extra[0]}: got a tensor that the model has no place for{_more(extra)}")
+
+
+def _check_places(model: nn.Module, found: Iterable[str]) -> None:
+    """That a layer can be put where the checkpoint has one, and nothing stays without values."""
+    for name in found:
+        if (reason := refusal(model, name)) is not None:
+            raise ValueError(f"{name}: got FP8 codes, must be in bf16: {reason}")
+    replaced = set(found)
+    loaded = set(model.state_dict(keep_vars=True))
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    left = [
+        name
+        for name, tensor in tensors
+        if tensor.device.type == "meta"
+        and name not in loaded
+        and name.rpartition(".")[0] not in replaced
+    ]
+    if left:
+        raise ValueError(
+            f"{left[0]}: got no values, for it is on the meta device and in no checkpoint"
+            f"{_more(left)}: make the model's buffers on a real device"
+        )
 
 
 def _more(names: list[str]) -> str:
@@ -316,16 +318,6 @@ def _put(model: nn.Module, old: Parameter, new: Parameter) -> None:
         for name, parameter in module._parameters.items():
             if parameter is old:
                 module._parameters[name] = new
-
-
-def _no_meta_left(model: nn.Module) -> None:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    left = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    if left:
-        raise ValueError(
-            f"{left[0]}: got no values, for it is on the meta device and in no checkpoint"
-            f"{_more(left)}: make the model's buffers on a real device"
-        )
 
 
 def _notes(files: TensorFolder, found: Iterable[str]) -> tuple[str, ...]:

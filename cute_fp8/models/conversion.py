@@ -15,7 +15,9 @@ from torch.nn.parameter import is_lazy
 from cute_fp8.accuracy import activation_error, near_lossless
 from cute_fp8.models.fusing import Fuse, check_fuse
 from cute_fp8.models.fusing import fuse as fuse_layers
+from cute_fp8.models.model_config import tell_config
 from cute_fp8.models.modules import Linear, check_variant, size_refusal
+from cute_fp8.models.places import linear_places, refusal, replace
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.numerics import dequantize_fp8, dequantize_mxfp8
 from cute_fp8.progress import watched
@@ -27,8 +29,6 @@ LayerFilters = LayerFilter | Iterable[LayerFilter] | None
 SAMPLE_ROWS = 1024
 #: Names of output heads, which stay unless they are included.
 HEADS = ("lm_head", "output_projection", "embed_out")
-#: Modules that read the weights of their own linear layers, past their forward.
-_READERS = ("T5DenseActDense", "T5DenseGatedActDense")
 
 
 def convert(
@@ -76,15 +76,19 @@ def convert(
         raise TypeError(f"model: got {type(model).__name__}, must be an nn.Module")
     if type(model) is nn.Linear:
         raise ValueError("model: got an nn.Linear, must contain it: use Linear.from_linear")
+    named, include, exclude = include is not None, _several(include), _several(exclude)
     chosen, excluded = chooser("include", include), chooser("exclude", exclude)
     if min_rows is not None and sample_inputs is None:
         raise ValueError(f"min_rows: got {min_rows} without sample_inputs, must come with them")
+    every = linear_places(model)
+    check_hits("include", include, every)
+    check_hits("exclude", exclude, every)
     linears = {
         name: m
-        for name, m in model.named_modules()
+        for name, m in every.items()
         if isinstance(m, nn.Linear) and not isinstance(m, Linear) and not is_lazy(m.weight)
     }
-    reasons = _reasons(model, linears, chosen, excluded, include is not None, variant)
+    reasons = _reasons(model, linears, chosen, excluded, named, variant)
     samples: dict[str, Tensor] = {}
     rows: dict[str, int] = {}
     if sample_inputs is not None:
@@ -97,13 +101,8 @@ def convert(
             reason = f"sees {rows.get(name, 0)} rows, fewer than min_rows = {min_rows}"
         layers.append(_convert_layer(model, name, linear, variant, reason, samples.pop(name, None)))
         del linear  # the only reference to a weight that may be gone from the model
-    return Report.of(layers, fuse_layers(model, fuse))
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` in the place called ``name``."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    fused = fuse_layers(model, fuse)
+    return Report.of(layers, fused, tell_config(model))
 
 
 def chooser(argument: str, choices: LayerFilters) -> Callable[[str, nn.Module], bool]:
@@ -112,30 +111,41 @@ def chooser(argument: str, choices: LayerFilters) -> Callable[[str, nn.Module], 
     Raises:
         TypeError: a choice of another type.
     """
-    several = isinstance(choices, Iterable) and not isinstance(choices, (str, re.Pattern))
-    every: Sequence[Any] = (
-        list(choices) if several else [] if choices is None else [choices]  # type: ignore[arg-type]
-    )
+    every = _several(choices)
     for choice in every:
         if not isinstance(choice, (str, re.Pattern)) and not callable(choice):
             raise TypeError(
                 f"{argument}: got {type(choice).__name__}, must be a glob, a compiled regular "
                 "expression, a function of name and module, or several of these"
             )
+    return lambda name, module: any(_hits(choice, name, module) for choice in every)
 
-    def matches(name: str, module: nn.Module) -> bool:
-        for choice in every:
-            if isinstance(choice, str):
-                hit = fnmatch.fnmatchcase(name, choice)
-            elif isinstance(choice, re.Pattern):
-                hit = choice.search(name) is not None
-            else:
-                hit = bool(choice(name, module))
-            if hit:
-                return True
-        return False
 
-    return matches
+def check_hits(argument: str, choices: LayerFilters, names: Iterable[str]) -> None:
+    """Raise ``ValueError``, naming the argument, at a glob or expression that no name matches."""
+    names = list(names)
+    for choice in _several(choices):
+        if not isinstance(choice, (str, re.Pattern)):
+            continue
+        if not any(_hits(choice, name, None) for name in names):
+            said = choice if isinstance(choice, str) else choice.pattern
+            raise ValueError(f"{argument}: got {said!r}, must match the name of a linear layer")
+
+
+def _several(choices: LayerFilters) -> Sequence[Any]:
+    if choices is None:
+        return []
+    if isinstance(choices, (str, re.Pattern)) or not isinstance(choices, Iterable):
+        return [choices]
+    return list(choices)
+
+
+def _hits(choice: Any, name: str, module: nn.Module | None) -> bool:
+    if isinstance(choice, str):
+        return fnmatch.fnmatchcase(name, choice)
+    if isinstance(choice, re.Pattern):
+        return choice.search(name) is not None
+    return bool(choice(name, module))
 
 
 def _reasons(
@@ -153,7 +163,6 @@ def _reasons(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for name, linear in linears.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
         weight = linear.weight
         others = [o for o in owners.get(id(weight), []) if o != f"{name}.weight"]
         sizes = size_refusal(linear.out_features, linear.in_features, variant)
@@ -162,12 +171,8 @@ def _reasons(
             found[name] = "not included"
         elif excluded(name, linear):
             found[name] = "excluded"
-        elif type(linear) is not nn.Linear:
-            found[name] = f"is a {type(linear).__name__}, only nn.Linear itself is replaced"
-        elif linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"):
-            found[name] = "has forward hooks, which would be lost"
-        elif isinstance(parent, nn.MultiheadAttention) or type(parent).__name__ in _READERS:
-            found[name] = f"{type(parent).__name__} reads its weight itself"
+        elif (refused := refusal(model, name)) is not None:
+            found[name] = refused
         elif others:
             found[name] = f"shares its weight with {others[0].removesuffix('.weight')}"
         elif is_head and not named:

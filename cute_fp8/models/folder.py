@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from cute_fp8.models.checkpoint import as_stored, block_of
-from cute_fp8.models.conversion import HEADS, chooser, weight_error
+from cute_fp8.models.conversion import HEADS, check_hits, chooser, weight_error
 from cute_fp8.models.formats import SCALES, Found, quantization_config, recognise, take
 from cute_fp8.models.modules import SCALE, Linear, check_variant, size_refusal
+from cute_fp8.models.places import refusal
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.models.tensor_files import (
     CONFIG,
@@ -133,19 +134,27 @@ class _Job:
         linears = linear_names(self.files)
         included, excluded = chooser("include", self.include), chooser("exclude", self.exclude)
         nothing = nn.Identity()
-        for key in self.files.files:
-            name, _, last = key.rpartition(".")
-            facts = self.files.facts(key)
-            if last != "weight" or facts is None or len(facts.shape) != 2:
-                continue
+        matrices = {
+            key.rpartition(".")[0]: facts
+            for key in self.files.files
+            if key.endswith(".weight")
+            and (facts := self.files.facts(key)) is not None
+            and len(facts.shape) == 2
+        }
+        check_hits("include", self.include, matrices)
+        check_hits("exclude", self.exclude, matrices)
+        for name, facts in matrices.items():
             if (form := recognise(name, self.files.facts, self.block)) is not None:
                 self.found[name] = form
                 continue
-            reason = size_refusal(*facts.shape, self.variant)
+            n, k = facts.shape
+            reason = size_refusal(n, k, self.variant)
             if self.include and not included(name, nothing):
                 reason = "not included"
             elif excluded(name, nothing):
                 reason = "excluded"
+            elif (refused := linears.get(name)) is not None:
+                reason = refused
             elif facts.dtype not in _FLOATS:
                 reason = f"its weight is {facts.dtype}"
             elif name not in linears and not self.include:
@@ -280,16 +289,18 @@ def _report(data: dict[str, Any]) -> LayerReport:
     return LayerReport(**data | {"notes": tuple(data["notes"])})
 
 
-def linear_names(files: TensorFolder) -> set[str]:
-    """Names of what are linear layers in a checkpoint, output heads apart."""
+def linear_names(files: TensorFolder) -> dict[str, str | None]:
+    """What are linear layers in a checkpoint, output heads apart, by name; and why one has to stay
+    what it is, as far as that is known.
+    """
     weights = {key.removesuffix(".weight") for key in files.files if key.endswith(".weight")}
     known = _names_in_transformers(files)
-    if known is not None and len(known & weights) * 2 >= len(known):
-        return {name for name in known if name.rpartition(".")[2] not in HEADS}
-    return {name for name in weights if not any(part in name for part in _NO_LINEARS)}
+    if known is not None and len(known.keys() & weights) * 2 >= len(known):
+        return {name: why for name, why in known.items() if name.rpartition(".")[2] not in HEADS}
+    return {name: None for name in weights if not any(part in name for part in _NO_LINEARS)}
 
 
-def _names_in_transformers(files: TensorFolder) -> set[str] | None:
+def _names_in_transformers(files: TensorFolder) -> dict[str, str | None] | None:
     """Of the model that the config names; None if transformers does not know it or is not here."""
     architectures = files.config.get("architectures") or []
     try:
@@ -299,9 +310,13 @@ def _names_in_transformers(files: TensorFolder) -> set[str] | None:
         make: Callable[[Any], nn.Module] = getattr(transformers, str(architectures[0]))
         with torch.device("meta"):
             model = make(config)
+        return {
+            name: refusal(model, name)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
     except Exception:  # whatever it is, names will do
         return None
-    return {name for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
 def verify(folder: Path, name: str, made: dict[str, Tensor]) -> None:

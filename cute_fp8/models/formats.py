@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_fp8.models.modules import SCALE, check_size, module_scale, quantize_weight
+from cute_fp8.models.modules import SCALE, check_size
+from cute_fp8.models.weights import module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK, dequantize_fp8, dequantize_mxfp8
 from cute_fp8.problem import E4M3, E8M0
 
@@ -34,6 +35,8 @@ UNUSED = (
 )
 #: Rows and columns of a block, unless a checkpoint's config says otherwise.
 BLOCK = (128, 128)
+#: The format of MXFP8 in a state dict, whose scales are float8_e8m0fnu and not bytes: our name.
+MXFP8_STATE = "mxfp8-e8m0"
 _OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: Weight elements that are dequantised at a time.

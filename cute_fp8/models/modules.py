@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from cute_fp8.api import gemm
-from cute_fp8.arguments import ALIGNMENT
+from cute_fp8.arguments import PLAIN, check_tensor, has_storage
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
-from cute_fp8.numerics import MX_BLOCK, quantize_fp8
-from cute_fp8.problem import E4M3, E8M0
+from cute_fp8.models.weights import aligned, module_scale, quantize_weight
+from cute_fp8.numerics import MX_BLOCK
+from cute_fp8.problem import E4M3, E8M0, OUT_DTYPES
 from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8
-from cute_fp8.scales import blocked_numel, from_blocked, to_blocked
+from cute_fp8.scales import from_blocked, to_blocked
 
 VARIANTS = ("per_token", "mxfp8")
 #: The name of the scales beside ``weight``; checkpoints have it too.
@@ -89,6 +90,8 @@ class Linear(nn.Linear):
     weight: Parameter
     #: Bytes of MXFP8 scales in 128x4 blocks, as GEMMs read them; follow ``weight_scale``.
     scale_blocks: Tensor | None
+    #: The ``weight_scale`` that the blocks were laid out from, and how it was then.
+    _laid_out: tuple[Tensor, tuple[int | None, int]] | None
 
     def __init__(
         self,
@@ -107,13 +110,16 @@ class Linear(nn.Linear):
             out_features: N, a multiple of 8.
             bias: whether there is one.
             device: of the parameters.
-            dtype: of the bias.
+            dtype: of the bias: bf16, fp16 or fp32.
             variant: ``per_token`` or ``mxfp8``.
 
         Raises:
+            TypeError: another dtype.
             ValueError: another variant, or a size that is no such multiple.
         """
         check_variant(variant)
+        if bias:
+            _check_bias_dtype("dtype", dtype or torch.get_default_dtype())
         check_size("in_features, out_features", out_features, in_features, variant)
         shape = (out_features, in_features)
         codes = torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
@@ -170,17 +176,18 @@ class Linear(nn.Linear):
         Raises:
             TypeError, ValueError: a dtype or shape that does not belong here.
         """
-        if not isinstance(codes, Tensor) or codes.dtype is not E4M3:
-            got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-            raise TypeError(f"codes: got {got}, must be torch.float8_e4m3fn")
+        if check_tensor("codes", codes).dtype is not E4M3:
+            raise TypeError(f"codes: got {codes.dtype}, must be torch.float8_e4m3fn")
         if codes.dim() != 2:
             raise ValueError(f"codes: got shape {tuple(codes.shape)}, must be 2-D [N, K]")
         n, k = codes.shape
-        scale = module_scale(scale, n, k)
+        scale = module_scale(check_tensor("scale", scale), n, k)
         variant = "mxfp8" if scale.dtype is E8M0 else "per_token"
         check_size("codes", n, k, variant)
-        if bias is not None and bias.shape != (n,):
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, must be ({n},)")
+        if bias is not None:
+            _check_bias_dtype("bias", check_tensor("bias", bias).dtype)
+            if bias.shape != (n,):
+                raise ValueError(f"bias: got shape {tuple(bias.shape)}, must be ({n},)")
         for name, tensor in (("scale", scale), ("bias", bias)):
             if tensor is not None and tensor.device != codes.device:
                 raise ValueError(
@@ -202,9 +209,31 @@ class Linear(nn.Linear):
 
     @property
     def gemm_scale(self) -> Tensor:
-        """The scales in the form that costs a GEMM no further launch."""
-        blocks = self.scale_blocks
-        return self.weight_scale if blocks is None else blocks.view(E8M0)
+        """The scales in the form that costs a GEMM no further launch.
+
+        Blocks are laid out anew if ``weight_scale`` is another tensor than the one they were made
+        from or, but for a compiled call, if it was written to in a way that torch counts.
+        """
+        rows, blocks = self._parameters[SCALE], self.scale_blocks
+        if blocks is None:
+            return self.weight_scale
+        if rows is None or self._is_laid_out(rows):
+            return blocks.view(E8M0)
+        if rows.dtype is not E8M0:
+            return rows
+        if not has_storage(rows) or is_capturing():
+            # For this call only: what is made now has no values, or is a graph's own.
+            return to_blocked(rows.detach())
+        self.scales_changed()
+        return self.gemm_scale
+
+    def _is_laid_out(self, rows: Tensor) -> bool:
+        if torch.compiler.is_exporting():
+            return True  # where tensors stand in for the parameters
+        if self._laid_out is None or self._laid_out[0] is not rows:
+            return False
+        # A version would be a guard, and every write a recompilation.
+        return torch.compiler.is_compiling() or self._laid_out[1] == _written(rows)
 
     @property
     def variant(self) -> str:
@@ -234,9 +263,10 @@ class Linear(nn.Linear):
         return y
 
     def scales_changed(self, scale: Tensor | None = None) -> None:
-        """To be called by whoever wrote to ``weight_scale``: lay its blocks out anew.
+        """Lay the blocks of ``weight_scale`` out anew.
 
-        Loading a state dict does it.
+        To be called by whoever wrote to it past torch, through ``.data`` or in a CUDA graph, and
+        before a compiled call after any write in place. Loading a state dict does it.
 
         Args:
             scale: what ``weight_scale`` is to be, where only blocks are kept.
@@ -249,14 +279,22 @@ class Linear(nn.Linear):
             with torch.no_grad():
                 blocks = to_blocked(scale.detach()).view(torch.uint8)
         self.scale_blocks = blocks
+        self._note_laid_out()
+
+    def _note_laid_out(self) -> None:
+        rows = None if self.scale_blocks is None else self._parameters[SCALE]
+        self._laid_out = None if rows is None else (rows, _written(rows))
 
     def keep_blocks(self) -> None:
         """Of MXFP8 scales keep the blocks only; in a state dict they stay what they are.
 
         ``weight_scale`` is no parameter then, which tensor parallelism would need.
         """
-        if self.scale_blocks is not None:
-            self._parameters[SCALE] = None
+        rows = self._parameters[SCALE]
+        if self.scale_blocks is not None and rows is not None:
+            if not self._is_laid_out(rows):
+                self.scales_changed()
+            self._parameters[SCALE] = self._laid_out = None
 
     def reset_parameters(self) -> None:
         """Nothing: there is no distribution to draw codes and scales from."""
@@ -276,7 +314,11 @@ class Linear(nn.Linear):
             moved = fn(tensor.detach().view(integer))
             return moved.view(tensor.dtype) if moved.dtype is integer else tensor.detach()
 
+        rows = self._parameters[SCALE]
+        followed = rows is not None and self._is_laid_out(rows)
         super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        if followed:
+            self._note_laid_out()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,7 +329,8 @@ class Linear(nn.Linear):
             if type(tensor) is Parameter and tensor.dtype in (E4M3, E8M0):
                 parameters[name] = Parameter(tensor.detach().view(torch.uint8), False)
         blocks = self.scale_blocks if parameters[SCALE] is None else None
-        return state | {"_parameters": parameters, "_buffers": {"scale_blocks": blocks}}
+        buffers = {"scale_blocks": blocks}
+        return state | {"_parameters": parameters, "_buffers": buffers, "_laid_out": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The float8 dtypes again, and the blocks of scales."""
@@ -338,56 +381,14 @@ class Linear(nn.Linear):
         self.scales_changed(scale if self._parameters[SCALE] is None else None)
 
 
-def aligned(codes: Tensor) -> Tensor:
-    """Codes at an address that a GEMM takes: as they are, or, from within a file, a copy."""
-    if codes.device.type == "meta" or type(codes) not in (Tensor, Parameter):
-        return codes
-    return codes.clone() if codes.data_ptr() % ALIGNMENT else codes
+def _written(scale: Tensor) -> tuple[int | None, int]:
+    """What a write to a tensor changes, as far as torch knows; inference tensors count nothing."""
+    version = None if scale.is_inference() else scale._version
+    return version, scale.data_ptr() if type(scale) in PLAIN else 0
 
 
-def quantize_weight(weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """Codes ``[N, K]``, and scales as :class:`Linear` has them. Reads values.
-
-    Raises:
-        TypeError: no bf16, fp16 or fp32 weight.
-        ValueError: K no multiple, or a NaN or Inf in the weight.
-        RuntimeError: called while a CUDA graph is being captured.
-    """
-    weight = weight.detach()
-    if variant == "per_token":
-        codes, scale = quantize_fp8(weight)
-        return codes, scale.view(-1, 1)
-    if is_capturing():
-        raise RuntimeError(
-            "from_linear: called during CUDA graph capture, must be called before it (reads values)"
+def _check_bias_dtype(argument: str, dtype: torch.dtype) -> None:
+    if dtype not in OUT_DTYPES:
+        raise TypeError(
+            f"{argument}: got {dtype}, must be torch.bfloat16, torch.float16 or torch.float32"
         )
-    codes, scale = quantize_mxfp8(weight)
-    bad = (scale.view(torch.uint8) == 0xFF).any(dim=1)
-    if bool(bad.any()):
-        channel = int(bad.nonzero()[0])
-        raise ValueError(f"w: got a NaN or Inf in output channel {channel}, must be finite")
-    return codes, scale
-
-
-def module_scale(scale: Tensor, n: int, k: int) -> Tensor:
-    """Scales of ``[N, K]`` codes in the form that :class:`Linear` keeps, of their usual forms.
-
-    Raises:
-        TypeError: no fp32 or e8m0 scales.
-        ValueError: a shape that does not belong to N and K.
-    """
-    got = f"scale: got shape {tuple(scale.shape)}"
-    if scale.dtype is torch.float32:
-        if scale.numel() == 1:
-            return scale.reshape(1, 1).expand(n, 1).contiguous()
-        if scale.shape not in ((n,), (n, 1), (1, n)):
-            raise ValueError(f"{got}, must be ({n},), ({n}, 1), (1, {n}) or one element")
-        return scale.reshape(n, 1)
-    if scale.dtype is E8M0:
-        columns = k // MX_BLOCK
-        if scale.dim() == 1 and scale.numel() == blocked_numel(n, columns):
-            return from_blocked(scale, n, columns)
-        if scale.shape != (n, columns):
-            raise ValueError(f"{got}, must be ({n}, {columns}) or blocked")
-        return scale.contiguous()
-    raise TypeError(f"scale: got {scale.dtype}, must be torch.float32 or torch.float8_e8m0fnu")

@@ -102,6 +102,9 @@ def test_layers_that_must_not_be_touched() -> None:
             super().__init__()
             self.wo = nn.Linear(64, 64)
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wo(x.to(self.wo.weight.dtype))
+
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {
@@ -109,9 +112,10 @@ def test_layers_that_must_not_be_touched() -> None:
             "special": Special(64, 64),
             "t5": T5DenseActDense(),
             "hooked": nn.Linear(64, 64),
-            "fp64": nn.Linear(64, 64, dtype=torch.float64),
+            "fp64": nn.Linear(64, 64, bias=False, dtype=torch.float64),
             "lazy": nn.LazyLinear(64),
             "empty": nn.Linear(64, 64, device="meta"),
+            "fp64 bias": nn.Linear(64, 64),
             "nan": nn.Linear(64, 64),
             "embed": nn.Embedding(64, 64),
             "tied": nn.Linear(64, 64, bias=False),
@@ -119,6 +123,7 @@ def test_layers_that_must_not_be_touched() -> None:
     )
     model["hooked"].register_forward_hook(lambda *_: None)
     model["tied"].weight = model["embed"].weight
+    model["fp64 bias"].bias = nn.Parameter(torch.zeros(64, dtype=torch.float64))
     with torch.no_grad():
         model["nan"].weight[5, 0] = float("inf")
     report = cute_fp8.convert(model)
@@ -131,6 +136,7 @@ def test_layers_that_must_not_be_touched() -> None:
         "t5.wo": "T5DenseActDense reads its weight itself",
         "hooked": "has forward hooks, which would be lost",
         "fp64": "its weight is torch.float64",
+        "fp64 bias": "its bias is torch.float64",
         "empty": "has no values, for it is on the meta device",
         "nan": "w: got a NaN or Inf in output channel 5, must be finite",
         "tied": "shares its weight with embed",

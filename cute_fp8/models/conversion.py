@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,12 +80,12 @@ def convert(
     chosen, excluded = chooser("include", include), chooser("exclude", exclude)
     if min_rows is not None and sample_inputs is None:
         raise ValueError(f"min_rows: got {min_rows} without sample_inputs, must come with them")
-    every = linear_places(model)
-    check_hits("include", include, every)
-    check_hits("exclude", exclude, every)
+    names = list(linear_places(model))
+    check_hits("include", include, names)
+    check_hits("exclude", exclude, names)
     linears = {
         name: m
-        for name, m in every.items()
+        for name, m in linear_places(model).items()
         if isinstance(m, nn.Linear) and not isinstance(m, Linear) and not is_lazy(m.weight)
     }
     reasons = _reasons(model, linears, chosen, excluded, named, variant)
@@ -121,9 +121,8 @@ def chooser(argument: str, choices: LayerFilters) -> Callable[[str, nn.Module], 
     return lambda name, module: any(_hits(choice, name, module) for choice in every)
 
 
-def check_hits(argument: str, choices: LayerFilters, names: Iterable[str]) -> None:
+def check_hits(argument: str, choices: LayerFilters, names: Collection[str]) -> None:
     """Raise ``ValueError``, naming the argument, at a glob or expression that no name matches."""
-    names = list(names)
     for choice in _several(choices):
         if not isinstance(choice, (str, re.Pattern)):
             continue

@@ -160,5 +160,10 @@ def test_a_model_that_cannot_take_it(tmp_path: Path) -> None:
         cute_fp8.save_checkpoint(empty, tmp_path / "empty")
     with pytest.raises(ValueError, match=r"cache: got no values, for it is on the meta device"):
         cute_fp8.load_checkpoint(empty, tmp_path)
+    # Nothing was touched, and what was wrong can be put right.
+    assert empty.up.weight.is_meta and empty.steps.is_meta
+    empty.cache = torch.zeros(3)
+    cute_fp8.load_checkpoint(empty, tmp_path)
+    assert same_state(state_of(empty), state_of(net(1)))
     with pytest.raises(ValueError, match=r"variant: got 'int8', must be one of"):
         cute_fp8.load_checkpoint(net(), tmp_path, variant="int8")

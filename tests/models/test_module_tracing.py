@@ -133,6 +133,42 @@ def test_a_new_weight_is_seen_without_recompiling() -> None:
     assert not torch.equal(before, other(tokens(3))) and backend.graphs == 1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scales_that_change_between_compiled_calls(variant: str) -> None:
+    """Written, and said; loaded; seen by an eager call first: all with one graph."""
+    layers, backend = model(variant), Counting()
+    compiled, x = torch.compile(layers, fullgraph=True, backend=backend), tokens(3)
+    results = [compiled(x)]
+    for layer in (layers[0], layers[2]):
+        layer.weight_scale.view(torch.uint8)[:, -1].add_(1)
+        layer.scales_changed()
+    results.append(compiled(x))
+    assert torch.equal(results[-1], layers(x))
+    for assign in (False, True):
+        layers.load_state_dict(model(variant).state_dict(), assign=assign)
+        results.append(compiled(x))
+        assert torch.equal(results[-1], layers(x))
+    layers[0].weight_scale.view(torch.uint8)[:, -1].add_(1)
+    eager = layers(x)
+    assert torch.equal(compiled(x), eager) and backend.graphs == 1
+    assert not torch.equal(results[0], results[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_parameters_in_a_compiled_call(variant: str) -> None:
+    layers, other, x = model(variant), model(variant), tokens(3)
+    for layer in (other[0], other[2]):
+        layer.weight_scale.view(torch.uint8)[:, -1].add_(1)
+
+    def call(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layers, parameters, (x,))
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(dict(other.named_parameters()), x), other(x))
+
+
 # ---------------------------------------------------------------------------- on a GPU
 
 

@@ -222,13 +222,57 @@ def test_codes_at_any_address_are_taken() -> None:
         assert torch.equal(other(tokens(3)), layer(tokens(3)))
 
 
-def test_new_scales_are_seen() -> None:
-    """The blocks follow what is loaded, and what is written, once that is said."""
+def assigned(layer: cute_fp8.Linear, scale: Tensor, x: Tensor) -> Tensor:
+    layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+    return layer(x)
+
+
+def written(layer: cute_fp8.Linear, scale: Tensor, x: Tensor) -> Tensor:
+    layer.weight_scale.view(torch.uint8).copy_(scale.view(torch.uint8))
+    return layer(x)
+
+
+def exchanged(layer: cute_fp8.Linear, scale: Tensor, x: Tensor) -> Tensor:
+    layer.weight_scale.data = scale
+    return layer(x)
+
+
+def said(layer: cute_fp8.Linear, scale: Tensor, x: Tensor) -> Tensor:
+    layer.weight_scale.data.view(torch.uint8).copy_(scale.view(torch.uint8))
+    layer.scales_changed()
+    return layer(x)
+
+
+@pytest.mark.parametrize("how", [assigned, written, exchanged, said])
+def test_new_scales_are_seen(how: Callable[..., Tensor]) -> None:
+    """The blocks follow what is loaded, assigned and written, on a moved or copied layer too."""
+    layer = cute_fp8.Linear.from_linear(original(bias=False), "mxfp8")
+    for made in (copy.deepcopy(layer), copy.deepcopy(layer).to(FP32), layer):
+        y = made(tokens(2)).float()
+        scale = (made.weight_scale.detach().view(torch.uint8) + 1).view(E8M0)
+        assert torch.equal(how(made, scale, tokens(2)).float(), 2 * y)
+        blocks = made.scale_blocks
+        assert torch.equal(made(tokens(2)).float(), 2 * y) and made.scale_blocks is blocks
+
+
+def test_blocks_that_are_kept_alone_are_of_the_last_scales() -> None:
     layer = cute_fp8.Linear.from_linear(original(bias=False), "mxfp8")
     y = layer(tokens(2)).float()
     layer.weight_scale.view(torch.uint8).add_(1)
-    layer.scales_changed()
+    layer.keep_blocks()
     assert torch.equal(layer(tokens(2)).float(), 2 * y)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_called_with_other_parameters(variant: str) -> None:
+    """Which leaves the layer as it was."""
+    layer, other = (cute_fp8.Linear.from_linear(original(), variant) for _ in range(2))
+    other.weight_scale.view(torch.uint8)[:, -1].add_(1)
+    x = tokens(3)
+    before, wanted = layer(x), other(x)
+    assert not torch.equal(before, wanted)
+    called = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
+    assert torch.equal(called, wanted) and torch.equal(layer(x), before)
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -302,6 +346,19 @@ def test_bad_codes_and_scales_are_refused() -> None:
         make(codes, scale.to(BF16))
     with pytest.raises(ValueError, match=r"bias: got shape \(3,\), must be \(48,\)"):
         make(codes, scale, torch.zeros(3))
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(TypeError, match=rf"^bias: got {dtype}, must be torch.bfloat16, torch"):
+            make(codes, scale, torch.zeros(N, dtype=dtype))
+    for bad in (1.0, None, [1.0]):
+        kind = type(bad).__name__
+        with pytest.raises(TypeError, match=rf"^scale: got {kind}, must be a torch.Tensor$"):
+            make(codes, bad)
+    with pytest.raises(TypeError, match=r"^codes: got list, must be a torch.Tensor$"):
+        make([1.0], scale)
+    with pytest.raises(TypeError, match=r"^bias: got int, must be a torch.Tensor$"):
+        make(codes, scale, 0)
+    with pytest.raises(TypeError, match=r"^dtype: got torch.float8_e4m3fn, must be torch.bfloat16"):
+        cute_fp8.Linear(K, N, dtype=E4M3)
     with pytest.raises(ValueError, match=r"scale: got device meta, must be cpu"):
         make(codes, scale.to("meta"))
     with pytest.raises(ValueError, match=r"variant: got 'int8', must be one of per_token, mxfp8"):

@@ -159,7 +159,8 @@ def load_checkpoint(
 
     Raises:
         TypeError, ValueError: a tensor that is missing, that nothing takes, or that has the wrong
-            shape or dtype, by its name; or a checkpoint in a format that is not read.
+            shape or dtype, by its name; FP8 codes for a layer that must stay what it is; a buffer
+            that would be left on the meta device; or a checkpoint in a format that is not read.
     """
     if variant is not None:
         check_variant(variant)

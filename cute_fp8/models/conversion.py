@@ -44,15 +44,16 @@ def convert(
     """Replace a model's ``nn.Linear`` by :class:`cute_fp8.Linear`, in place, one by one.
 
     A layer stays as it is, and the report says why, if it is not chosen, if its N or K do not fit,
-    if its weight is shared or not finite, or if on the sample inputs its FP8 output misses the
-    near-lossless tier. An output head (``lm_head`` and the like) stays unless ``include`` names it.
+    if its weight is shared, not finite or read by a module around it, or if on the sample inputs
+    its FP8 output misses the near-lossless tier. An output head (``lm_head`` and the like) stays
+    unless ``include`` names it.
 
     Args:
         model: on any device, which it stays on. At no time is there more than one layer's weight
             twice.
         include: which layers, by their names: a glob (``"*.mlp.*"``), a compiled regular
             expression, a predicate ``(name, module) -> bool``, or several of these. None: all.
-        exclude: which of them not, likewise.
+        exclude: which of them not, likewise. A glob or expression that matches none is an error.
         variant: ``per_token`` or ``mxfp8``.
         min_rows: layers that see fewer rows of the sample inputs stay: few rows cost a weight's
             reading, whatever its format, and the quantiser's launch comes on top.

@@ -74,7 +74,7 @@ def convert_folder(
             conversion has left.
         variant: ``per_token`` or ``mxfp8``.
         include: globs over names of layers, of which one must match; output heads, too, then.
-        exclude: globs of which none may match.
+        exclude: globs of which none may match. One that matches no matrix's name is an error.
 
     Returns:
         A report with the errors of the weights.

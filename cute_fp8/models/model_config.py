@@ -1,7 +1,8 @@
 """What a model's own config says of its FP8 layers, so that whoever saves it says it too.
 
-``save_pretrained`` of transformers writes the state dict as it is beside ``model.config``. Without
-a ``quantization_config`` in there ``from_pretrained`` would take FP8 codes for weights.
+``save_pretrained`` of transformers and of diffusers writes the state dict as it is beside the
+config. Without a ``quantization_config`` in there ``from_pretrained`` would take FP8 codes for
+weights.
 """
 
 from __future__ import annotations
@@ -32,19 +33,23 @@ def said_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def tell_config(model: nn.Module) -> tuple[str, ...]:
-    """Put it into the config of a model of transformers; what else changes for one, as notes.
+    """Put it into the config of a model of transformers or diffusers; what else changes, as notes.
 
     A state dict has MXFP8 scales as float8_e8m0fnu, which loaders that expect bytes would convert
     as numbers. So there the format has a name of its own, which others refuse.
     """
     config: Any = getattr(model, "config", None)
     said = said_of(model)
-    if said is None or not hasattr(config, "to_json_string"):
+    register = getattr(model, "register_to_config", None)
+    if said is None or not (callable(register) or hasattr(config, "to_json_string")):
         return ()
     for group in said["config_groups"].values():
         if group["format"] == "mxfp8-quantized":
             group["format"] = said["format"] = MXFP8_STATE
-    config.quantization_config = said
+    if callable(register):
+        register(quantization_config=said)
+    else:
+        config.quantization_config = said
     dtype = getattr(model, "dtype", None)
     if getattr(dtype, "itemsize", 2) > 1:
         return ()

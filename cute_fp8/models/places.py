@@ -14,8 +14,8 @@ from cute_fp8.models.fusing import Part, is_whole
 from cute_fp8.models.modules import Linear
 from cute_fp8.problem import OUT_DTYPES
 
-#: In names of methods that make or tie weights, which is over when a layer is replaced.
-_BEFORE = ("init", "reset", "resize", "tie", "set_")
+#: How words begin in names of methods that make, tie or join weights, past any run of the model.
+_APART = ("init", "reset", "resize", "tie", "set", "fuse", "unfuse", "merge", "prune", "load")
 #: What FP8 weights have as others do, so that reading it is no reason.
 _HARMLESS = r"(?!\.(?:device|shape|size)\b)"
 
@@ -64,7 +64,9 @@ def _reader(model: nn.Module, name: str) -> str | None:
         if isinstance(owner, nn.MultiheadAttention):
             return type(owner).__name__
         # An index in the code is the layer's own, or a variable.
-        steps = (rf"\[(?:{s}|[^\d\]][^\]]*)\]" if s.isdigit() else rf"\.{s}" for s in inside)
+        steps = (
+            rf"\[(?:{s}|[^\d\]][^\]]*)\]" if s.isdigit() else rf"\.{re.escape(s)}" for s in inside
+        )
         read = re.compile(rf"\bself{''.join(steps)}\.(?:weight|bias)\b{_HARMLESS}")
         attributes = {s for s in inside if not s.isdigit()}
         kind: Any = type(owner)
@@ -99,7 +101,7 @@ def _methods(kind: type[nn.Module]) -> Iterator[Callable[..., Any]]:
         if base is nn.Module:
             return
         for name, value in vars(base).items():
-            if name in seen or any(part in name for part in _BEFORE):
+            if name in seen or any(word.startswith(_APART) for word in name.split("_")):
                 continue
             seen.add(name)
             method = value.fget if isinstance(value, property) else value

@@ -35,8 +35,11 @@ class Reader(nn.Module):
     def kind(self) -> torch.dtype:
         return self.rows[0].fc.weight.dtype
 
-    def reset(self) -> None:
+    def _reset_weights(self) -> None:
         self.made.weight.data.zero_()
+
+    def fuse_projections(self) -> Tensor:
+        return torch.cat([self.made.weight, self.free.weight])
 
     def helper(self, x: Tensor) -> Tensor:
         return x + self.late.bias

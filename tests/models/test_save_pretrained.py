@@ -64,6 +64,17 @@ def test_load_checkpoint_reads_it(variant: str, tmp_path: Path) -> None:
     assert set(said["ignore"]) == {"lm_head", "model.layers.0.mlp.down_proj"}
 
 
+def test_diffusers_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    options = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 1}
+    kind = diffusers.DiTTransformer2DModel
+    model = kind(sample_size=8, norm_type="ada_norm_zero", num_embeds_ada_norm=10, **options)
+    assert cute_fp8.convert(model).quantised
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Unknown quantization type, got compressed-tensors"):
+        kind.from_pretrained(tmp_path)
+
+
 def test_a_model_that_is_not_converted_says_nothing() -> None:
     model = decoder("Llama")
     cute_fp8.convert(model, include=())

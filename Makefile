@@ -7,7 +7,7 @@ OLD_ENOUGH = import sys; sys.exit(sys.version_info < (3, 10))
 
 BIN := .venv/bin
 STATIC := sm_120a sm_121a sm_90a
-# Where the producers' kernels are native, and GEMMs are not inspected.
+# Where the producers' and RoPE's kernels are native, and there is no GEMM.
 ROWS := sm_89 sm_100a
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -55,12 +55,8 @@ archs: $(STAMP) ## rewrite ARCHS.md from the dispatch table and the evidence in 
 
 # Evidence for ARCHS.md: run it, and then `make archs`, when a kernel has changed.
 inspect: $(STAMP) ## compile every kernel for sm_120, inspect it, keep what was found
-	for arch in $(STATIC); do mkdir -p perf/results/$$arch; \
+	for arch in $(STATIC) $(ROWS); do mkdir -p perf/results/$$arch; \
 		$(BIN)/python -m cute_fp8 compile --arch $$arch --json > perf/results/$$arch/static.new || exit 1; \
-	done
-	for arch in $(ROWS); do mkdir -p perf/results/$$arch; \
-		$(BIN)/python -m cute_fp8 compile --arch $$arch --ops 'row_quantize-*' --json \
-			> perf/results/$$arch/static.new || exit 1; \
 	done
 	for arch in $(STATIC) $(ROWS); do mv perf/results/$$arch/static.new perf/results/$$arch/static.json; done
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cute_fp8.dtypes import dtype_name
 from cute_fp8.kernels.config import N_MULTIPLE, SMEM_LIMIT_SM120
 from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
 from cute_fp8.kernels.configs import FusedConfig
@@ -117,7 +118,7 @@ def mlp_problem(
     """Of :mod:`cute_fp8.decoder.mlp`."""
 
     def configure(sms: int, smem: int) -> FusedConfig:
-        names = {"dtype": _name(dtype), "weight": _name(weight)}
+        names = {"dtype": dtype_name(dtype), "weight": dtype_name(weight)}
         return mlp_config(m, hidden, ffn, sms=sms, smem_limit=smem, **names)
 
     reason = None
@@ -150,9 +151,9 @@ def projection_problem(
             k,
             sms=sms,
             smem_limit=smem,
-            dtype=_name(dtype),
-            weight=None if norm is None else _name(norm),
-            bias=None if bias is None else _name(bias),
+            dtype=dtype_name(dtype),
+            weight=dtype_name(norm),
+            bias=dtype_name(bias),
             residual=residual,
         )
 
@@ -164,10 +165,6 @@ def projection_problem(
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"x is {dtype}, must be bfloat16 or float16"
     return FusedProblem("projection", m, k, device, configure, reason, n)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def without_data(op: str, m: int, n: int | None, k: int, device: torch.device) -> FusedProblem:

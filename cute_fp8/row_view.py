@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_fp8.arguments import ALIGNMENT
+from cute_fp8.dtypes import dtype_name
 from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS, RowConfig, shape_of
 from cute_fp8.rows import KERNEL_OPS, RowInputs, RowOptions, RowProblem, check_rows
 
@@ -54,7 +55,7 @@ def config_of(problem: RowProblem, pdl: bool) -> RowConfig:
     options, view = problem.options, problem.view
     assert view is not None
     op = KERNEL_OPS[problem.op]
-    dtype, weight, bias = map(_name, (problem.dtype, problem.weight, problem.bias))
+    dtype, weight, bias = map(dtype_name, (problem.dtype, problem.weight, problem.bias))
     assert dtype is not None
     return RowConfig(
         op=op,
@@ -72,10 +73,6 @@ def config_of(problem: RowProblem, pdl: bool) -> RowConfig:
         blocked=options.blocked,
         pdl=pdl,
     ).check()
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def view_of(x: Tensor, problem: RowProblem) -> View:

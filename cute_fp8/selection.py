@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from cute_fp8 import winners
 from cute_fp8.choice import Choice, Pick, spills
+from cute_fp8.dtypes import dtype_name
 from cute_fp8.gpus import Gpu
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.config_sm90 import HopperConfig, HopperTile
@@ -130,16 +129,11 @@ def epilogue_of(problem: GemmProblem) -> EpilogueConfig:
     """The epilogue that a problem asks of a kernel."""
     return EpilogueConfig(
         out=dtype_name(problem.out_dtype),
-        bias=None if problem.bias is None else dtype_name(problem.bias),
-        residual=None if problem.residual is None else dtype_name(problem.residual),
+        bias=dtype_name(problem.bias),
+        residual=dtype_name(problem.residual),
         activation=problem.activation,
         gated=problem.gated,
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``: configurations know no torch."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[Ranked]:

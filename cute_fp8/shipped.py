@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 import torch
 
 from cute_fp8.choice import spills
+from cute_fp8.dtypes import dtype_named
 from cute_fp8.kernels.config import (
     MX_BLOCK,
     MX_OUT,
@@ -112,8 +113,8 @@ def configs_of(
                 capability=capability,
                 device=device,
                 out_dtype=getattr(torch, epilogue.out),
-                bias=_dtype(epilogue.bias),
-                residual=_dtype(epilogue.residual),
+                bias=dtype_named(epilogue.bias),
+                residual=dtype_named(epilogue.residual),
                 activation=epilogue.activation,
             ).route
             if route is not None and route.pick is not None:
@@ -124,10 +125,6 @@ def configs_of(
         rows += [replace(c, view=v) for c in rows if c.op == "quantize" for v in VIEWS[1:]]
         found.update((replace(config, pdl=pdl), None) for config in rows)
     return list(found)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
 
 
 def matching(configs: list[Config], ops: str | None) -> list[Config]:

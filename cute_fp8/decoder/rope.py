@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_fp8 import compiler, settings
 from cute_fp8.arguments import ALIGNMENT, is_plain, misaligned_by
+from cute_fp8.dtypes import dtype_name
 from cute_fp8.fused import rope_problem
 from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
@@ -215,7 +216,7 @@ def _kernel(inputs: RopeInputs, heads: Heads, values: bool) -> compiler.Kernel |
     qkv, norm = inputs.qkv, inputs.q_norm is not None
     key = (qkv.device, qkv.dtype, heads.dim, norm, values, settings.current())
     if key not in _kernels:
-        dtype = str(qkv.dtype).removeprefix("torch.")
+        dtype = dtype_name(qkv.dtype)
         config = RopeConfig(dtype, heads.dim, norm, values)
         rows = qkv.shape[0] * qkv.shape[1]
         problem = rope_problem(rows, qkv.shape[2], config, qkv.device)

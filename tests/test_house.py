@@ -46,11 +46,17 @@ def test_functions_are_short() -> None:
     assert long == []
 
 
+def is_overload(node: ast.stmt) -> bool:
+    """One more signature of a function whose docstring stands elsewhere."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in decorators)
+
+
 def test_public_functions_have_docstrings() -> None:
     bare = [
         f"{name}:{node.lineno} {node.name}"
         for name, text in sources("cute_fp8")
         for node in public(ast.parse(text).body)
-        if not ast.get_docstring(node)
+        if not ast.get_docstring(node) and not is_overload(node)
     ]
     assert bare == []

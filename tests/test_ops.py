@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from counting import Counting
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -50,17 +51,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-class Counting:
-    """A ``torch.compile`` backend that counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return module.forward
 
 
 @pytest.fixture(autouse=True)

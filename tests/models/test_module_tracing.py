@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Counting
 from torch import Tensor, nn
 
 import cute_fp8
@@ -19,17 +20,6 @@ K, HIDDEN, N = 96, 160, 136
 TOKENS = (2, 17, 64, 130, 300, 5)
 BF16 = torch.bfloat16
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-class Counting:
-    """A backend that counts the graphs it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return module.forward
 
 
 @pytest.fixture(autouse=True)

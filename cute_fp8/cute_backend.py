@@ -46,7 +46,7 @@ class CuteGemm:
         assert route.target is not None and route.pick is not None
         self.pick = route.pick
         self.kernel = compiler.get(self.pick.config, route.target, problem.device)
-        self.ctas = _sm_count(problem.device)
+        self.ctas = sm_count(problem.device)
         self.problem = problem
         config, splits = self.pick.config, self.pick.splits
         self.workspace_words = scratch_words(config, problem.m, problem.n, splits)
@@ -309,5 +309,6 @@ def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -
 
 
 @cache
-def _sm_count(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU: the CTAs of a persistent kernel."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -14,9 +14,25 @@ from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, WORKSPACE_WORDS, MlpConfig
 from cute_fp8.kernels.projection_config import ProjectionConfig
 
+#: By what decides them, the op first, the settings last; None where something else serves.
+_kernels: dict[Hashable, compiler.Kernel | None] = {}
 
-def kernel_of(problem: FusedProblem) -> compiler.Kernel | None:
-    """The compiled kernel that serves a problem; None where something else does."""
+
+def kernel_of(
+    op: str, traits: tuple[Hashable, ...], problem: Callable[[], FusedProblem]
+) -> compiler.Kernel | None:
+    """The compiled kernel of a call; None where something else serves it.
+
+    Args:
+        traits: what decides the problem, which is made when they are met for the first time.
+    """
+    key = (op, *traits, settings.current())
+    if key not in _kernels:
+        _kernels[key] = _select(problem())
+    return _kernels[key]
+
+
+def _select(problem: FusedProblem) -> compiler.Kernel | None:
     route = select(problem, settings.current())
     if route.fused is None or route.target is None:
         return None

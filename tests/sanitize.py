@@ -83,7 +83,7 @@ def main() -> int:
     capability = torch.cuda.get_device_capability()
     backend = "cute" if capability[0] == 12 else "stand-in"
     # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
-    cute_backend._sm_count = lambda device: 2
+    cute_backend.sm_count = lambda device: 2
     only_hopper, *part = sys.argv[1:] or [""]
     wrong = wrong_on_hopper(*part) if capability == (9, 0) else 0
     if only_hopper == "hopper":

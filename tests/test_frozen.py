@@ -56,7 +56,7 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(cute_backend.compiler, "get", found.get)
-    monkeypatch.setattr(cute_backend, "_sm_count", lambda device: 1)
+    monkeypatch.setattr(cute_backend, "sm_count", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return found
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import cute_fp8
-from cute_fp8 import shipped
+from cute_fp8 import fused, fused_backend, shipped
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.targets import ROWS_ONLY, TARGETS
 
@@ -44,3 +45,17 @@ def compiler_ships(target: str, ops: str) -> bool:
         return bool(shipped.shipped_configs(ops, target))
     except ValueError:
         return False
+
+
+def test_a_kernel_is_looked_up_once_for_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(fused_backend, "_kernels", {})
+    monkeypatch.setattr(fused_backend, "_select", lambda problem: made.append(problem))
+    problem = fused.rope_problem(4, 96, RopeConfig("bfloat16", 32), torch.device("cpu"))
+    for _ in range(2):
+        assert fused_backend.kernel_of("rope_append", (4, 96), lambda: problem) is None
+    assert len(made) == 1
+    with cute_fp8.use(pdl=False):
+        fused_backend.kernel_of("rope_append", (4, 96), lambda: problem)
+    fused_backend.kernel_of("projection", (4, 96), lambda: problem)
+    assert len(made) == 3

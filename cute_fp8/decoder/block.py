@@ -96,7 +96,7 @@ def decoder_block(
     cos, sin = _check(x, weights, position_embeddings, cache, attention_mask)
     config = weights.config
     batch, tokens, hidden = x.shape
-    # Contiguous, hence aligned, where it is a view that no row kernel and no residual could be.
+    # `reshape` would keep a view of wider rows, which no residual of a GEMM can be.
     rows = x.contiguous().view(batch * tokens, hidden)
     first = projection.norm_project(
         rows, weights.input_norm, config.eps, weights.qkv, config.variant
@@ -111,7 +111,7 @@ def decoder_block(
     if isinstance(cache, KVCache):
         keys, values = cache.filled(tokens)
     elif cache is not None:
-        keys, values = cache.update(k, v, layer)
+        keys, values = _updated(cache, k, v, layer, attention_mask)
     if grouped:
         attended = group_attention(q, keys, values)
     else:
@@ -150,6 +150,21 @@ def _mlp(rows: Tensor, weights: DecoderWeights) -> tuple[Tensor, MlpIntermediate
     m = mlp.mlp(rows, weights)
     made = ((m.codes, m.scales), m.product, (m.product_codes, m.product_scales))
     return m.y, MlpIntermediates(*made)
+
+
+def _updated(
+    cache: Any, k: Tensor, v: Tensor, layer: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Append to a cache of transformers; returns the keys and values that are attended to.
+
+    One of a fixed size gives all its room back, filled or not. With several tokens and no mask,
+    transformers means that it was empty, and attention among these tokens.
+    """
+    keys, values = cache.update(k, v, layer)
+    tokens = k.shape[2]
+    if mask is None and tokens > 1 and getattr(cache, "is_compileable", False):
+        return keys[:, :, :tokens], values[:, :, :tokens]
+    return keys, values
 
 
 def _output(attended: Tensor, rows: Tensor, weights: DecoderWeights) -> Projected:

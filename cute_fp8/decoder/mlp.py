@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,19 +87,15 @@ def _few(rows: Tensor) -> bool:
     return rows.is_cuda and 0 < rows.shape[0] <= MOST_TOKENS
 
 
-#: By what decides them; None where the launch is in parts.
-_kernels: dict[Hashable, compiler.Kernel | None] = {}
-
-
 def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:
     (m, hidden), dtype, device = rows.shape, rows.dtype, rows.device
     if settings.current().choice is not None:
         return None
-    key = (m, hidden, ffn, dtype, norm.dtype, device, settings.current())
-    if key not in _kernels:
-        problem = mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype)
-        _kernels[key] = kernel_of(problem)
-    return _kernels[key]
+    return kernel_of(
+        "decoder_mlp",
+        (m, hidden, ffn, dtype, norm.dtype, device),
+        lambda: mlp_problem(m, hidden, ffn, device, dtype=dtype, weight=norm.dtype),
+    )
 
 
 def _launch(
@@ -138,7 +133,7 @@ def _launch(
             y,
             workspace(device, WORKSPACE_WORDS),
             eps,
-            cute_backend._sm_count(device),
+            cute_backend.sm_count(device),
         )
     return MlpResult(y, *made)
 

@@ -101,7 +101,7 @@ class DecoderBlock(nn.Module):
             hidden_states,
             self.weights,
             position_embeddings,  # type: ignore[arg-type]
-            following(cache, attention_mask, hidden_states.shape[1]),
+            cache,
             attention_mask=attention_mask,
             layer=self.layer,
         )
@@ -141,28 +141,6 @@ class DecoderBlock(nn.Module):
             f"hidden={c.hidden}, ffn={c.ffn}, heads={c.heads}/{c.kv_heads}x{c.head_dim}, "
             f"variant={c.variant}, causal={c.causal}"
         )
-
-
-class _Filled:
-    """A cache of transformers with room in it, of which only what is new is attended to."""
-
-    def __init__(self, cache: Any):
-        self.cache = cache
-
-    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append; returns the new keys and values."""
-        keys, values = self.cache.update(k, v, layer)
-        return keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]]
-
-
-def following(cache: Any, mask: Tensor | None, tokens: int) -> Any:
-    """A cache as :func:`decoder_block` is to use it.
-
-    One of a fixed size gives all its room back, filled or not. With several tokens and no mask,
-    transformers means that it was empty, and causal attention among these tokens.
-    """
-    fixed = mask is None and tokens > 1 and getattr(cache, "is_compileable", False)
-    return _Filled(cache) if fixed else cache
 
 
 # ------------------------------------------------------------------------------- from transformers

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +92,6 @@ def in_parts(
     return Projected(y, codes, scales)
 
 
-#: By what decides them; None where the launch is in parts.
-_kernels: dict[Hashable, compiler.Kernel | None] = {}
-
-
 def _kernel(
     rows: Tensor,
     norm: Tensor | None,
@@ -109,12 +104,12 @@ def _kernel(
         return None
     (m, k), n, device = rows.shape, codes.shape[0], rows.device
     dtypes = [None if t is None else t.dtype for t in (norm, bias)]
-    key = (m, n, k, rows.dtype, *dtypes, residual is None, device, settings.current())
-    if key not in _kernels:
-        added = residual is not None
-        problem = projection_problem(m, n, k, device, rows.dtype, *dtypes, residual=added)
-        _kernels[key] = kernel_of(problem)
-    return _kernels[key]
+    added = residual is not None
+    return kernel_of(
+        "projection",
+        (m, n, k, rows.dtype, *dtypes, added, device),
+        lambda: projection_problem(m, n, k, device, rows.dtype, *dtypes, residual=added),
+    )
 
 
 def _launch(
@@ -144,7 +139,7 @@ def _launch(
             *made,
             y,
             eps,
-            cute_backend._sm_count(device),
+            cute_backend.sm_count(device),
         )
     return Projected(y, *made)
 

@@ -7,16 +7,15 @@ row kernels serve it is plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler, settings
+from cute_fp8 import compiler
 from cute_fp8.arguments import ALIGNMENT, is_plain, misaligned_by
 from cute_fp8.dtypes import dtype_name
-from cute_fp8.fused import rope_problem
+from cute_fp8.fused import FusedProblem, rope_problem
 from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
 
@@ -208,20 +207,14 @@ def _run(
     return q
 
 
-#: By what decides them; None where torch serves a call.
-_kernels: dict[Hashable, compiler.Kernel | None] = {}
-
-
 def _kernel(inputs: RopeInputs, heads: Heads, values: bool) -> compiler.Kernel | None:
     qkv, norm = inputs.qkv, inputs.q_norm is not None
-    key = (qkv.device, qkv.dtype, heads.dim, norm, values, settings.current())
-    if key not in _kernels:
-        dtype = dtype_name(qkv.dtype)
-        config = RopeConfig(dtype, heads.dim, norm, values)
-        rows = qkv.shape[0] * qkv.shape[1]
-        problem = rope_problem(rows, qkv.shape[2], config, qkv.device)
-        _kernels[key] = kernel_of(problem)
-    return _kernels[key]
+
+    def problem() -> FusedProblem:
+        config = RopeConfig(dtype_name(qkv.dtype), heads.dim, norm, values)
+        return rope_problem(qkv.shape[0] * qkv.shape[1], qkv.shape[2], config, qkv.device)
+
+    return kernel_of("rope_append", (qkv.device, qkv.dtype, heads.dim, norm, values), problem)
 
 
 def reference(inputs: RopeInputs, heads: Heads, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_fp8.arguments import watched
 from cute_fp8.decoder.block import decoder_block
-from cute_fp8.decoder.module import LAYERS, following, layer_config, linears_of, norms_of, of_linear
+from cute_fp8.decoder.module import LAYERS, layer_config, linears_of, norms_of, of_linear
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights
 from cute_fp8.models.fusing import Part, is_hooked, is_known
 from cute_fp8.models.modules import Linear, out_dtype_of
@@ -153,7 +153,7 @@ class _AsBlock(nn.Module):
             hidden_states,
             weights,
             position_embeddings,  # type: ignore[arg-type]
-            following(cache, attention_mask, hidden_states.shape[1]),
+            cache,
             attention_mask=attention_mask,
             layer=attention.layer_idx,
         )

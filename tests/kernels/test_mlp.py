@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import fused, workspace
-from cute_fp8.decoder import mlp
+from cute_fp8 import fused, fused_backend, workspace
 from cute_fp8.decoder.case import DecoderCase, decoder_case, mlp_errors
 from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.testing import TIER_KINDS
@@ -28,7 +27,7 @@ SIZES = (SMALL, (1024, 4096), (4096, 14336), (16, 16), (400, 1040), (2064, 48), 
 def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper, too, where many tokens are launched in parts."""
     monkeypatch.setattr(fused, "most_tokens", lambda hopper: fused.MOST_TOKENS)
-    monkeypatch.setattr(mlp, "_kernels", {})
+    monkeypatch.setattr(fused_backend, "_kernels", {})
 
 
 def arch() -> str:

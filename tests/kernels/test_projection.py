@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import fused, testing
+from cute_fp8 import fused, fused_backend, testing
 from cute_fp8.decoder import projection
 from cute_fp8.decoder.case import ProjectionCall
 from cute_fp8.decoder.projection import Projected
@@ -82,7 +82,7 @@ def check(case: ProjectionCall) -> Projected:
 def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper, too, where more of them, and large weights, are launched in parts."""
     monkeypatch.setattr(fused, "faster_on_hopper", lambda m, n, k: True)
-    monkeypatch.setattr(projection, "_kernels", {})
+    monkeypatch.setattr(fused_backend, "_kernels", {})
 
 
 @pytest.fixture(params=[True, False], ids=["norm", "residual"])

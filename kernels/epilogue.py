@@ -5,10 +5,11 @@ All math is fp32 in the accumulator's own layout; the only rounding is the last 
 dtype. Nothing goes through shared memory, so the epilogue of one tile can never meet the ring stage
 that the producer is filling for the next.
 
-The work goes by 8x8 pieces (``pieces.py``), four at a time: side by side where a warp has 32 output
-columns, else two by two rows of pieces. The pieces of a swapped kernel, which computes ``out^T``,
-are transposed first; from then on both kinds are alike. In a gated one, whose channels alternate in
-blocks of 8, a piece of gate and the piece of up beside it become one of output.
+The work goes by 8x8 pieces (``pieces.py``), four at a time: side by side where a warp's output
+columns are a multiple of 32, else fewer of them in several rows. The pieces of a swapped kernel,
+which computes ``out^T``, are transposed first; from then on both kinds are alike. In a gated one,
+whose channels alternate in blocks of 8, a piece of gate and the piece of up beside it become one of
+output.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class Epilogue:
         #: Pieces: rows, columns, output columns.
         self.rows, self.columns = tile.warp_m // PIECE, tile.warp_n // PIECE
         self.out_columns = self.columns // self.ratio
-        #: Pieces of one group: side by side, and below each other.
-        self.across = min(GROUP, self.out_columns)
+        #: Pieces of one group: side by side, as many as go into the columns, and below each other.
+        self.across = math.gcd(GROUP, self.out_columns)
         self.down = GROUP // self.across
         #: The first piece of every group.
         self.groups = [

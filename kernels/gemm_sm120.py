@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Uint8, cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float8E4M3FN, Float32, Int32, Uint8, cute
+from cutlass.cute.runtime import make_fake_stream
 
+from .arguments import blocked_scales, matrix, vector
 from .barriers import wait
 from .block_scales import scale_load_atom
 from .config import (
@@ -50,7 +51,6 @@ from .config import (
     MMA_REGISTERS,
     N_MULTIPLE,
     PRODUCER_REGISTERS,
-    SCALE_BLOCK_BYTES,
     SCALE_BLOCK_K,
     SCALE_BLOCK_ROWS,
     WARP_SIZE,
@@ -357,20 +357,10 @@ def fake_arguments(config: AnyGemm) -> list[object]:
     # Gated, half of n: the DSL has no halves of symbols, the caller checks that.
     columns = cute.sym_int(divisibility=N_MULTIPLE) if epilogue.gated else n
 
-    def matrix(dtype: type[cutlass.Numeric], rows: object, columns: object) -> object:
-        row_stride = cute.sym_int64(divisibility=128 // dtype.width)
-        return make_fake_tensor(dtype, (rows, columns), (row_stride, 1), assumed_align=16)
-
-    def vector(dtype: Any, count: object, stride: object, align: int = 0) -> object:
-        align = align or dtype.width // 8
-        return make_fake_tensor(dtype, (count,), (stride,), assumed_align=align)
-
-    def blocked() -> object:
-        length = cute.sym_int64(divisibility=SCALE_BLOCK_BYTES)
-        return make_fake_tensor(Float8E8M0FNU, (length,), (1,), assumed_align=16)
-
     def scales(count: object) -> object:
-        return blocked() if config.block_scaled else vector(Float32, count, cute.sym_int64())
+        if config.block_scaled:
+            return blocked_scales()
+        return vector(Float32, count, stride=cute.sym_int64())
 
     bias, residual = epilogue.bias, epilogue.residual
     return [
@@ -378,11 +368,11 @@ def fake_arguments(config: AnyGemm) -> list[object]:
         scales(m),  # sx
         matrix(Float8E4M3FN, n, k),  # wq
         scales(n),  # sw
-        vector(DTYPES[bias], n, 1) if bias else None,
+        vector(DTYPES[bias], n) if bias else None,
         matrix(DTYPES[residual], m, columns) if residual else None,
         matrix(Float8E4M3FN if epilogue.mx else DTYPES[epilogue.out], m, columns),  # out
-        blocked() if epilogue.mx else None,  # out_scales
-        vector(Int32, cute.sym_int64(), 1, align=16) if config.split_k else None,  # workspace
+        blocked_scales() if epilogue.mx else None,  # out_scales
+        vector(Int32, cute.sym_int64(), aligned=True) if config.split_k else None,  # workspace
         Int32(2) if config.split_k else None,  # splits
         Int32(1),  # max_ctas
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -23,9 +23,7 @@ In ping-pong each warpgroup takes every second of the CTA's tiles, the first its
 multiplies when it has the *turn*, which the other hands over with its last MMAs, and passes over
 the other's stages of the ring.
 
-With a dynamic tile, CTAs begin with one each and take every further one from a counter in the
-workspace: the producer asks for it a tile ahead, and tells the MMA warps through shared memory.
-With fixed lists all wait for the slowest, and which are slow is a matter of where SMs lie.
+With a dynamic tile, CTAs take their tiles from a counter (``tile_counter.py``).
 
 With ``splits`` the CTAs of a cluster share an output tile's k-tiles (``exchange.py``); such a grid
 has a cluster for every tile, so that each CTA works on one.
@@ -38,9 +36,9 @@ from typing import Any
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int16, Int32, cute
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from .arguments import vector
 from .barriers import wait
 from .boxes import BoxStore
 from .config import MMA_K, WARP_SIZE
@@ -51,9 +49,10 @@ from .gemm_sm120 import fake_arguments
 from .mainloop_sm90 import HopperMainloop
 from .prefetch import tma_prefetch
 from .ring import Loads, Ring, advance, make_ring, skip
-from .scheduler import Answers, Scheduler, Work
+from .scheduler import Scheduler, Work
 from .smem import Sharing, tma_load, tma_load_atom
 from .staging import fetch, put_down
+from .tile_counter import TileCounter
 
 
 class GemmSm90:
@@ -63,6 +62,7 @@ class GemmSm90:
         self.config = config
         self.tile = config.tile
         self.scheduler = Scheduler(config)
+        self.counter = TileCounter(self.scheduler)
         self.mainloop = HopperMainloop(config)
         self.epilogue = Epilogue(config.tile.warp_share, config.epilogue, scaled=True, staged=True)
         self.boxed, self.box_store = config.boxes > 0, BoxStore(config)
@@ -205,7 +205,7 @@ class GemmSm90:
         while unit < self.scheduler.units(work):
             if cutlass.const_expr(tile.dynamic):
                 # Long before it is needed: the answer takes a trip to L2.
-                step = self.taken(counter, work) - unit
+                step = self.counter.taken(counter, work) - unit
             part = self.scheduler.tile(unit, work)
             a, b = self.by_side(*self.own_tile(part.row, part.column))
             for k_tile in cutlass.range(k_first, k_end, unroll=1):
@@ -219,42 +219,8 @@ class GemmSm90:
                 stage, phase = advance(stage, phase, tile.stages)
             unit += step
             if cutlass.const_expr(tile.dynamic):
-                self.tell(ring.answers, unit, answer_phase)
+                self.counter.tell(ring.answers, unit, answer_phase)
                 answer_phase = answer_phase ^ 1
-
-    @cute.jit
-    def taken(self, counter: Any, work: Work) -> Int32:
-        """Producer warp: a unit that nobody has, or one past the last.
-
-        Each unit but the first of each CTA is asked for once, and each CTA asks once in vain: as
-        often as there are units. The last to ask leaves the counter as it was found, at 0.
-        """
-        ctas, _, _ = cute.arch.grid_dim()
-        before = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-            if before == self.scheduler.units(work) - 1:
-                cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
-        return cute.arch.shuffle_sync(before, 0) + ctas
-
-    @cute.jit
-    def tell(self, answers: Answers, unit: Int32, phase: Int32):
-        """Producer warp: hand the next unit on to the MMA warps, once all have read the last."""
-        wait(answers.empty, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.make_tensor(answers.unit, cute.make_layout(1))[0] = unit
-            cute.arch.mbarrier_arrive(answers.full)
-            cute.arch.mbarrier_arrive(answers.empty)
-
-    @cute.jit
-    def told(self, answers: Answers, phase: Int32) -> Int32:
-        """MMA warps: the next unit."""
-        wait(answers.full, phase)
-        unit = cute.make_tensor(answers.unit, cute.make_layout(1))[0]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(answers.empty)
-        return Int32(unit)
 
     @cute.jit
     def mma(
@@ -309,7 +275,7 @@ class GemmSm90:
             if rank < tile.owners:
                 self.finish(sums, boxes, staged, m, n, token, channel, group, warp % 4, lane, rank)
             if cutlass.const_expr(tile.dynamic):
-                unit = self.told(ring.answers, answer_phase)
+                unit = self.counter.told(ring.answers, answer_phase)
                 answer_phase = answer_phase ^ 1
             else:
                 unit += tile.groups * step
@@ -407,6 +373,5 @@ def make(config: HopperConfig, target: str) -> tuple[GemmSm90, list[object]]:
         raise ValueError(f"target: got {target!r}, must be sm_90a")
     arguments = fake_arguments(config)
     if config.dynamic:
-        words = cute.sym_int64()
-        arguments[_WORKSPACE] = make_fake_tensor(Int32, (words,), (1,), assumed_align=16)
+        arguments[_WORKSPACE] = vector(Int32, cute.sym_int64(), aligned=True)
     return GemmSm90(config.check()), arguments

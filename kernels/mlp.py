@@ -38,13 +38,12 @@ and what is announced, too, which they are again when the kernel ends.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float8E4M3FN, Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from .arguments import matrix, vector
 from .barriers import wait
 from .config import WARP_SIZE
 from .epilogue import DTYPES
@@ -65,15 +64,11 @@ from .mlp_parts import (
     Loads,
     Problem,
     Ring,
-    Span,
     Tensors,
     counter,
     make_ring,
-    pass_of,
-    passes_of,
     place,
     sizes_of,
-    span_of,
     steps_of,
     sync_mma_warps,
 )
@@ -82,6 +77,7 @@ from .mlp_weights import MlpWeights
 from .mma import Instruction
 from .ring import advance, skip
 from .smem import tma_load, tma_load_atom
+from .weight_blocks import Span, pass_of, passes_of, span_of
 
 #: Counters of the grid, in the order in which they are waited for; then those that have gone.
 _NORMED, _QUANTISED, _GONE = range(COUNTERS)
@@ -191,7 +187,7 @@ class Mlp:
             rows, k = sizes_of(problem, gemm)
             span = span_of(rows)
             if cutlass.const_expr(self.config.own[gemm] > 0):
-                steps = passes_of(span, cut) * steps_of(k, cut)
+                steps = passes_of(span, cut.blocks) * steps_of(k, cut)
                 stage, phase = skip(stage, phase, steps, self.config.stages)
             else:
                 wait_for(counter(tensors.workspace, _QUANTISED if gemm else _NORMED), ctas)
@@ -218,7 +214,7 @@ class Mlp:
         cut = self.config.cuts[gemm]
         tma = loads.tokens[gemm]
         tiles = cute.local_tile(tma.tma_tensor, (self.config.tokens, SLAB), (None, None))
-        for _number in cutlass.range(passes_of(span, cut), unroll=1):
+        for _number in cutlass.range(passes_of(span, cut.blocks), unroll=1):
             for step in cutlass.range(steps_of(k, cut), unroll=1):
                 wait(ring.empty + stage, phase)
                 full = ring.filled + stage
@@ -264,8 +260,8 @@ class Mlp:
         stage, phase = Int32(0), Int32(0)
         rows, k = sizes_of(problem, 0)
         span, cut = span_of(rows), self.config.gate_up
-        for number in cutlass.range(passes_of(span, cut), unroll=1):
-            part = pass_of(span, number, self.config.gate_up)
+        for number in cutlass.range(passes_of(span, cut.blocks), unroll=1):
+            part = pass_of(span, number, cut.blocks)
             channels = self.math.channel_scales(tensors, part, 0, warp, lane)
             stage, phase = self.math.multiply(acc, ring, 0, part.count, k, stage, phase, warp, lane)
             self.math.add_up(acc, ring, self.config.gate_up, warp, lane)
@@ -277,8 +273,8 @@ class Mlp:
             self.exchange(tensors, problem, ring, span, thread)
         rows, k = sizes_of(problem, 1)
         span, cut = span_of(rows), self.config.down
-        for number in cutlass.range(passes_of(span, cut), unroll=1):
-            part = pass_of(span, number, self.config.down)
+        for number in cutlass.range(passes_of(span, cut.blocks), unroll=1):
+            part = pass_of(span, number, cut.blocks)
             channels = self.math.channel_scales(tensors, part, 1, warp, lane)
             residual = self.math.residual(tensors, problem, part, warp, lane)
             stage, phase = self.math.multiply(acc, ring, 1, part.count, k, stage, phase, warp, lane)
@@ -314,16 +310,9 @@ def fake_arguments(config: MlpConfig) -> list[object]:
     channels = cute.sym_int(divisibility=2 * HIDDEN_MULTIPLE)
     dtype = DTYPES[config.dtype]
 
-    def matrix(element: Any, rows: object, columns: object) -> object:
-        stride = cute.sym_int64(divisibility=16 * 8 // element.width)
-        return make_fake_tensor(element, (rows, columns), (stride, 1), assumed_align=16)
-
-    def vector(element: Any, count: object) -> object:
-        return make_fake_tensor(element, (count,), (1,), assumed_align=element.width // 8)
-
     return [
         matrix(dtype, m, hidden),  # x
-        make_fake_tensor(DTYPES[config.weight], (hidden,), (1,), assumed_align=16),
+        vector(DTYPES[config.weight], hidden, aligned=True),
         matrix(Float8E4M3FN, channels, hidden),  # gate|up
         vector(Float32, channels),
         matrix(Float8E4M3FN, hidden, ffn),  # down
@@ -334,7 +323,7 @@ def fake_arguments(config: MlpConfig) -> list[object]:
         matrix(Float8E4M3FN, m, ffn),
         vector(Float32, m),
         matrix(dtype, m, hidden),  # out
-        make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16),
+        vector(Int32, cute.sym_int64(), aligned=True),
         Float32(0.0),
         Int32(1),  # ctas
         make_fake_stream(use_tvm_ffi_env_stream=True),

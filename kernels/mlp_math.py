@@ -17,11 +17,12 @@ from .epilogue import DTYPES, activate
 from .floats import ABS_MASK
 from .mlp_announced import announce_product
 from .mlp_config import BLOCK, SLAB, UNIT_BYTES, Cut, MlpConfig
-from .mlp_parts import Problem, Ring, Span, Tensors, steps_of, sync_mma_warps
+from .mlp_parts import Problem, Ring, Tensors, steps_of, sync_mma_warps
 from .mma import UNIT_SCALES, Instruction, mma_prepared, prepared, unit_scales
 from .registers import kept
 from .ring import advance
 from .smem import fragment_address, line_address, load_fragments
+from .weight_blocks import Span
 
 #: MMAs of a warp that do not wait for one another, if there are as many.
 _MMAS = 4

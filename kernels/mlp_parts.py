@@ -1,8 +1,7 @@
 """What the roles of the MLP kernel share: tensors, the ring, and the walk through the work.
 
-Both GEMMs are one sequence of stages. A CTA has a range of a weight's blocks (16 rows), which it
-takes in *passes* of at most as many as a stage has room for; a pass goes over K once, by steps of
-as many slabs (128) as a stage has.
+Both GEMMs are one sequence of stages: a CTA's blocks of a weight in passes (``weight_blocks.py``),
+each by steps of as many slabs (128) of K as a stage has.
 """
 
 from __future__ import annotations
@@ -75,13 +74,6 @@ class Ring(NamedTuple):
     sums: Any  # fp32, or None
 
 
-class Span(NamedTuple):
-    """The blocks of a CTA, or of one of its passes."""
-
-    first: Int32
-    count: Int32
-
-
 @cute.jit
 def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -> Ring:
     """Allocate everything; initialise the barriers."""
@@ -144,32 +136,6 @@ def make_ring(loads: Loads, config: cutlass.Constexpr[MlpConfig], warp: Int32) -
     if cutlass.const_expr(config.barriers > 2):
         filled = barriers + 2 * config.stages
     return Ring(weights, tokens, own, barriers, filled, empty, words, amax, scales, sums)
-
-
-@cute.jit
-def span_of(rows: Int32) -> Span:
-    """This CTA's blocks of a weight of so many rows: neighbours, one more or less than others."""
-    cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
-    return _part(Span(Int32(0), rows // BLOCK), cta, ctas)
-
-
-@cute.jit
-def passes_of(span: Span, cut: cutlass.Constexpr) -> Int32:
-    """How many passes a CTA makes."""
-    return cute.ceil_div(span.count, cut.blocks)
-
-
-@cute.jit
-def pass_of(span: Span, number: Int32, cut: cutlass.Constexpr) -> Span:
-    """The blocks of one pass: all passes have as many, but for one."""
-    return _part(span, number, passes_of(span, cut))
-
-
-@cute.jit
-def _part(span: Span, number: Int32, parts: Int32) -> Span:
-    first = span.count * number // parts
-    return Span(span.first + first, span.count * (number + 1) // parts - first)
 
 
 @cute.jit

@@ -20,7 +20,6 @@ from .mlp_parts import (
     MMA_BARRIER,
     Problem,
     Ring,
-    Span,
     Tensors,
     announced,
     steps_of,
@@ -35,6 +34,7 @@ from .row_parts import Norm, Operands, Row
 from .row_reduce import RowThreads, row_max
 from .row_source import RowSource
 from .row_values import amax_bits, chunk_words, widened
+from .weight_blocks import Span
 
 
 class MlpTokens:

@@ -2,9 +2,6 @@
 
 They wait for nobody but a free stage, so that DRAM works while the grid meets. What has been asked
 for and is not there is bounded: everything else that goes to L2 waits behind it.
-
-A copy is of as many blocks as a pass has at most. What is too much is the next CTA's, who reads it
-at about the same time.
 """
 
 from __future__ import annotations
@@ -13,11 +10,12 @@ import cutlass
 from cutlass import Int32, cute
 
 from .barriers import wait
-from .mlp_config import BLOCK, SLAB, UNIT_BYTES, MlpConfig
-from .mlp_parts import Loads, Problem, Ring, pass_of, passes_of, sizes_of, span_of, steps_of
+from .mlp_config import UNIT_BYTES, MlpConfig
+from .mlp_parts import Loads, Problem, Ring, sizes_of, steps_of
 from .prefetch import tma_prefetch
 from .ring import advance
 from .smem import tma_load
+from .weight_blocks import boxes_of, pass_of, passes_of, span_of
 
 
 class MlpWeights:
@@ -37,20 +35,15 @@ class MlpWeights:
             cut = self.config.cuts[gemm]
             rows, k = sizes_of(problem, gemm)
             span = span_of(rows)
-            for number in cutlass.range(passes_of(span, cut), unroll=1):
-                tiles = self._tiles(loads, pass_of(span, number, cut).first, gemm)
+            for number in cutlass.range(passes_of(span, cut.blocks), unroll=1):
+                part = pass_of(span, number, cut.blocks)
+                tiles = boxes_of(loads.weights[gemm], part.first, cut.blocks)
                 steps = cutlass.min(steps_of(k, cut), self.config.ahead - step)
                 for i in cutlass.range(steps, unroll=1):
                     for slab in cutlass.range_constexpr(self.config.cuts[gemm].slabs):
                         source = tiles[None, None, i * self.config.cuts[gemm].slabs + slab]
                         tma_prefetch(loads.weights[gemm], source, ring.weights[gemm][None, None, 0])
                 step = step + cutlass.max(steps, Int32(0))
-
-    @cute.jit
-    def _tiles(self, loads: Loads, block: Int32, gemm: cutlass.Constexpr) -> cute.Tensor:
-        """The boxes of a weight, along K, from a block on."""
-        rows = cute.domain_offset((block * BLOCK, 0), loads.weights[gemm].tma_tensor)
-        return cute.local_tile(rows, (BLOCK * self.config.cuts[gemm].blocks, SLAB), (0, None))
 
     @cute.jit
     def load(self, loads: Loads, problem: Problem, ring: Ring):
@@ -61,9 +54,9 @@ class MlpWeights:
             cut = self.config.cuts[gemm]
             rows, k = sizes_of(problem, gemm)
             span = span_of(rows)
-            for number in cutlass.range(passes_of(span, cut), unroll=1):
-                part = pass_of(span, number, cut)
-                tiles = self._tiles(loads, part.first, gemm)
+            for number in cutlass.range(passes_of(span, cut.blocks), unroll=1):
+                part = pass_of(span, number, cut.blocks)
+                tiles = boxes_of(loads.weights[gemm], part.first, cut.blocks)
                 for step in cutlass.range(steps_of(k, cut), unroll=1):
                     wait(ring.empty + stage, phase)
                     self._wait_for_earlier(ring, asked, stage, phase)

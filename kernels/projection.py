@@ -28,13 +28,14 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from .arguments import matrix, vector
 from .barriers import wait
 from .config import WARP_SIZE
 from .epilogue import DTYPES
 from .mlp_config import BLOCK, MMA_WARPS, SLAB
-from .mlp_parts import MMA_BARRIER, Span, place, sync_mma_warps
+from .mlp_parts import MMA_BARRIER, place, sync_mma_warps
 from .mma import Instruction
 from .own_rows import OwnRows
 from .prefetch import tma_prefetch
@@ -44,6 +45,7 @@ from .projection_parts import Problem, Ring, Tensors, make_ring
 from .ring import advance
 from .row_parts import Norm, Operands
 from .smem import tma_load, tma_load_atom
+from .weight_blocks import boxes_of, pass_of, passes_of, span_of
 
 
 class Projection:
@@ -108,51 +110,26 @@ class Projection:
             self.compute(tensors, problem, ring, warp, lane, thread)
 
     @cute.jit
-    def span(self, problem: Problem) -> Span:
-        """This CTA's blocks of 16 channels: neighbours, one more or less than others."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        blocks = cute.ceil_div(problem.n, BLOCK)
-        first = blocks * cta // ctas
-        return Span(first, blocks * (cta + 1) // ctas - first)
-
-    @cute.jit
-    def part(self, span: Span, number: Int32, passes: Int32) -> Span:
-        """The blocks of one of the passes over K."""
-        first = span.count * number // passes
-        return Span(span.first + first, span.count * (number + 1) // passes - first)
-
-    @cute.jit
-    def tiles(self, weights: cpasync.TmaInfo, block: Int32) -> cute.Tensor:
-        """The boxes of the weights, along K, from a block on."""
-        rows = cute.domain_offset((block * BLOCK, 0), weights.tma_tensor)
-        return cute.local_tile(rows, (BLOCK * self.config.blocks, SLAB), (0, None))
-
-    @cute.jit
     def prefetch_weights(self, weights: cpasync.TmaInfo, problem: Problem, ring: Ring):
         """One warp: the first stages to L2, while the kernel before still runs.
 
         Not yet to shared memory: should it be that kernel which writes them, L2 has what it wrote.
         """
-        span = self.span(problem)
-        passes = cute.ceil_div(span.count, self.config.blocks)
-        tiles = self.tiles(weights, self.part(span, Int32(0), passes).first)
+        span = span_of(problem.n)
+        part = pass_of(span, Int32(0), self.config.blocks)
+        tiles = boxes_of(weights, part.first, self.config.blocks)
         for slab in cutlass.range(self.config.early, unroll=1):
             tma_prefetch(weights, tiles[None, None, slab], ring.weights[None, None, 0])
 
     @cute.jit
     def load_weights(self, weights: cpasync.TmaInfo, problem: Problem, ring: Ring):
-        """One warp: every slab of every pass, as soon as its stage is free.
-
-        A copy is of as many blocks as a pass has at most. What is too much is the next CTA's, who
-        reads it at about the same time.
-        """
-        span = self.span(problem)
-        passes = cute.ceil_div(span.count, self.config.blocks)
+        """One warp: every slab of every pass, as soon as its stage is free."""
+        span = span_of(problem.n)
         # A fresh barrier counts as having completed phase 1.
         stage, phase = Int32(0), Int32(1)
-        for number in cutlass.range(passes, unroll=1):
-            tiles = self.tiles(weights, self.part(span, number, passes).first)
+        for number in cutlass.range(passes_of(span, self.config.blocks), unroll=1):
+            part = pass_of(span, number, self.config.blocks)
+            tiles = boxes_of(weights, part.first, self.config.blocks)
             for slab in cutlass.range(self.config.slabs, unroll=1):
                 wait(ring.empty + stage, phase)
                 full = ring.full + stage
@@ -173,8 +150,7 @@ class Projection:
         thread: Int32,
     ):
         """Eight warps: normalise and quantise, multiply, finish."""
-        span = self.span(problem)
-        passes = cute.ceil_div(span.count, self.config.blocks)
+        span = span_of(problem.n)
         acc = self.math.registers()
         norm = Norm(Float32(0.0), Float32(1.0), problem.inverse, problem.eps, Float32(0.0))
         operands = Operands(
@@ -184,8 +160,8 @@ class Projection:
             operands, ring.own, problem.m, problem.k, Int32(self.config.slabs), norm, thread
         )
         sync_mma_warps()
-        for number in cutlass.range(passes, unroll=1):
-            part = self.part(span, number, passes)
+        for number in cutlass.range(passes_of(span, self.config.blocks), unroll=1):
+            part = pass_of(span, number, self.config.blocks)
             outputs = self.math.outputs(tensors, problem, part, warp, lane)
             self.math.multiply(acc, ring, ring.own.address, part.count, number, warp, lane)
             self.math.finish(acc, outputs, tensors, ring, warp, lane)
@@ -197,26 +173,18 @@ def fake_arguments(config: ProjectionConfig) -> list[object]:
     k, n = cute.sym_int(divisibility=16), cute.sym_int(divisibility=8)
     dtype = DTYPES[config.dtype]
 
-    def matrix(element: Any, rows: object, columns: object) -> object:
-        stride = cute.sym_int64(divisibility=16 * 8 // element.width)
-        return make_fake_tensor(element, (rows, columns), (stride, 1), assumed_align=16)
-
-    def vector(name: str | None, count: object, align: int | None = None) -> object:
-        if name is None:
-            return None
-        element = DTYPES[name]
-        align = element.width // 8 if align is None else align
-        return make_fake_tensor(element, (count,), (1,), assumed_align=align)
+    def vector_of(name: str | None, count: object, *, aligned: bool = False) -> object:
+        return vector(None if name is None else DTYPES[name], count, aligned=aligned)
 
     return [
         matrix(dtype, m, k),  # x
-        vector(config.weight, k, 16),
+        vector_of(config.weight, k, aligned=True),
         matrix(Float8E4M3FN, n, k),
-        vector("float32", n),
-        vector(config.bias, n),
+        vector(Float32, n),
+        vector_of(config.bias, n),
         matrix(dtype, m, n) if config.residual else None,
         matrix(Float8E4M3FN, m, k),  # codes
-        vector("float32", m),
+        vector(Float32, m),
         matrix(dtype, m, n),  # out
         Float32(0.0),
         Int32(1),  # ctas

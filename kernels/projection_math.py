@@ -19,13 +19,14 @@ from .barriers import wait
 from .config import MMA_K, MMA_N, WARP_SIZE
 from .epilogue import DTYPES
 from .mlp_config import BLOCK, MMA_WARPS, SLAB, UNIT_BYTES
-from .mlp_parts import Span, sync_mma_warps
+from .mlp_parts import sync_mma_warps
 from .mma import UNIT_SCALES, Instruction, mma_m16n8k32, unit_scales
 from .projection_config import ProjectionConfig
 from .projection_parts import Problem, Ring, Tensors
 from .registers import kept
 from .ring import skip
 from .smem import fragment_address, line_address, load_fragments
+from .weight_blocks import Span
 
 
 class Outputs(NamedTuple):

@@ -11,6 +11,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float8E8M0FNU, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .arguments import blocked_scales
 from .block_scales import BLOCK_WORDS, GROUP_ROWS
 from .config import SCALE_BLOCK_BYTES, SCALE_BLOCK_ROWS, RelayoutConfig
 
@@ -54,10 +55,9 @@ class RelayoutScales:
 def fake_arguments() -> list[object]:
     """Row-major contiguous scales ``[rows, columns]``, the blocked form, the current stream."""
     rows, columns = cute.sym_int(), cute.sym_int()
-    length = cute.sym_int64(divisibility=SCALE_BLOCK_BYTES)
     return [
         make_fake_tensor(Float8E8M0FNU, (rows, columns), (cute.sym_int64(), 1), assumed_align=1),
-        make_fake_tensor(Float8E8M0FNU, (length,), (1,), assumed_align=16),
+        blocked_scales(),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     ]
 

@@ -22,6 +22,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .arguments import ALIGNED, row_stride
 from .epilogue import DTYPES
 from .rope_config import THREADS, RopeConfig
 from .row_config import CHUNK
@@ -238,8 +239,8 @@ def fake_arguments(config: RopeConfig) -> list[object]:
     tokens, batch, kv_heads, sequence = (cute.sym_int() for _ in range(4))
 
     def tensor(*shape: object) -> object:
-        strides = [cute.sym_int64(divisibility=16 * 8 // dtype.width) for _ in shape[1:]]
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+        strides = [row_stride(dtype) for _ in shape[1:]]
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=ALIGNED)
 
     return [
         tensor(tokens, cute.sym_int(divisibility=CHUNK)),

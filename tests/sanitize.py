@@ -1,10 +1,12 @@
 r"""A small workload for compute-sanitizer: every tile, tails in M, N and K, a second tile per CTA.
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
-        python tests/sanitize.py
+        python tests/sanitize.py [KERNEL] [I/N]
 
-and the same with ``--tool racecheck`` and ``--tool synccheck``. With ``hopper`` Hopper's own kernel
-alone, with ``hopper 0/2`` and ``hopper 1/2`` half of its tiles each.
+and the same with ``--tool racecheck`` and ``--tool synccheck --num-cuda-barriers 4096``; by itself
+that one follows fewer than a long ring has, and takes good ones for bad. ``KERNEL`` is the
+beginning of a job's name, as ``gemm_sm90`` or ``mlp``; ``I/N``, as ``0/8``, is the I-th of N shares
+of all jobs, to be run side by side.
 
 Prints one line per call and exits 0 if all results are right; the sanitizer adds its findings.
 """
@@ -12,8 +14,10 @@ Prints one line per call and exits 0 if all results are right; the sanitizer add
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -57,50 +61,68 @@ def hopper_cases(tile: HopperTile, fast: bool) -> Iterator[GemmCase]:
     yield replace(short, xq=xq, wq=wq, options=options)
 
 
-def wrong_on_hopper(part: str = "0/1") -> int:
-    """How many elements of its own kernel's results are wrong, with early launches and without.
+#: What is run, and how many of its results are wrong.
+Job = tuple[str, Callable[[], int]]
 
-    Args:
-        part: of the tiles, which of how many.
-    """
+
+def jobs() -> Iterator[Job]:
+    """All that there is for this GPU."""
+    capability = torch.cuda.get_device_capability()
+    if capability == (9, 0):
+        for tile, fast in product(TILES_SM90, (False, True)):
+            if tile.fits(fast):
+                yield f"gemm_sm90 {tile.name}", partial(wrong_on_hopper, tile, fast)
+    backend = "cute" if capability[0] == 12 else "stand-in"
+    for variant, tiles in TILES.items():
+        for tile in tiles:
+            yield f"gemm_sm120 {tile.name}", partial(wrong_tile, backend, variant, tile)
+    yield "gemm_sm120 mxfp8", partial(wrong_scales, backend)
+    for pdl in (True, False):
+        yield "row_quantize", partial(wrong_rows, pdl)
+    yield "mlp and rope_append", wrong_blocks
+    yield "projection", wrong_projections
+
+
+def wrong_on_hopper(tile: HopperTile, fast: bool) -> int:
+    """How many elements of its own kernel's results are wrong, with early launches and without."""
     wrong = 0
-    first, parts = map(int, part.split("/"))
-    for tile in TILES_SM90[first::parts]:
-        for fast in (False, True):
-            if not tile.fits(fast):
-                continue
-            choice = Choice(tile, pdl=fast)
-            with cute_fp8.use(backend="cute", config=choice):
-                for case in hopper_cases(tile, fast):
-                    wrong += differing(case, f"cute {'fast' if fast else 'precise'} {choice.name}")
-                gated = exact_case(tile.m + 1, 2 * tile.n + 16, 2 * tile.k + 16)
-                y = cute_fp8.gemm_gated(gated.xq, gated.sx, gated.wq, gated.sw, fast_accum=fast)
-                wrong += int(y.isnan().sum())
+    choice = Choice(tile, pdl=fast)
+    with cute_fp8.use(backend="cute", config=choice):
+        for case in hopper_cases(tile, fast):
+            wrong += differing(case, f"gemm_sm90 {'fast' if fast else 'precise'} {choice.name}")
+        gated = exact_case(tile.m + 1, 2 * tile.n + 16, 2 * tile.k + 16)
+        y = cute_fp8.gemm_gated(gated.xq, gated.sx, gated.wq, gated.sw, fast_accum=fast)
+        return wrong + int(y.isnan().sum())
+
+
+def wrong_tile(backend: str, variant: str, tile: TileConfig) -> int:
+    """The same of the sm_120 kernel's."""
+    wrong = 0
+    for choice, case in cases(variant, tile):
+        with cute_fp8.use(backend=backend, config=choice):
+            wrong += differing(case, f"gemm_sm120 {backend} {variant} {choice.name}")
     return wrong
 
 
-def main() -> int:
-    """Run all of them; 1 if a result is wrong."""
-    capability = torch.cuda.get_device_capability()
-    backend = "cute" if capability[0] == 12 else "stand-in"
-    # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
-    cute_backend.sm_count = lambda device: 2
-    only_hopper, *part = sys.argv[1:] or [""]
-    wrong = wrong_on_hopper(*part) if capability == (9, 0) else 0
-    if only_hopper == "hopper":
-        return int(wrong > 0)
-    for variant, tiles in TILES.items():
-        for tile in tiles:
-            for choice, case in cases(variant, tile):
-                with cute_fp8.use(backend=backend, config=choice):
-                    wrong += differing(case, f"{backend} {variant} {choice.name}")
+def wrong_scales(backend: str) -> int:
+    """The same with scales that are not in the blocked layout; outputs that have some."""
     with cute_fp8.use(backend=backend, config=TILES["mxfp8"][0]):
-        wrong += differing(mxfp8_case(129, 136, 160, blocked=False), "row-major scales")
+        wrong = differing(mxfp8_case(129, 136, 160, blocked=False), "gemm_sm120 row-major scales")
         case = mxfp8_case(129, 192, 160)
         cute_fp8.gemm(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
         cute_fp8.gemm_gated(case.xq, case.sx, case.wq, case.sw, out_dtype=torch.float8_e4m3fn)
-    wrong += sum(map(wrong_rows, (True, False))) + wrong_blocks() + wrong_projections()
-    return int(wrong > 0)
+    return wrong
+
+
+def main(arguments: list[str]) -> int:
+    """Run those that are asked for; 1 if a result is wrong."""
+    # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
+    cute_backend.sm_count = lambda device: 2
+    kernel = next((text for text in arguments if "/" not in text), "")
+    part = next((text for text in arguments if "/" in text), "0/1")
+    first, parts = map(int, part.split("/"))
+    chosen = [job for name, job in jobs() if name.startswith(kernel)]
+    return int(sum(job() for job in chosen[first::parts]) > 0)
 
 
 def wrong_rows(pdl: bool) -> int:
@@ -173,4 +195,4 @@ def differing(case: GemmCase, what: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -32,7 +32,15 @@ from cute_fp8.evidence import gpu_tests
 from cute_fp8.evidence.archs import CRUCIAL
 from cute_fp8.evidence.gpu_tests import Data, child_variables
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+#: compute-sanitizer's tools, and what each is told.
+OPTIONS = {
+    # Probing for optional driver functions is an API error to the tool only.
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": (),
+    # By itself it follows fewer barriers than a long ring has, and then takes good ones for bad.
+    "synccheck": ("--num-cuda-barriers", "4096"),
+}
+TOOLS = tuple(OPTIONS)
 #: By the key of the file that it fills: what a step is, in words, and its function.
 Steps = dict[str, tuple[str, Callable[[], Any]]]
 
@@ -208,27 +216,34 @@ def write(path: Path, data: Data) -> None:
 
 
 def run_sanitizers() -> dict[str, dict[str, Any]]:
-    """All tools, at the same time: each is busy on one CPU."""
-    with ThreadPoolExecutor(len(TOOLS)) as pool:
-        return dict(zip(TOOLS, pool.map(run_sanitizer, TOOLS), strict=True))
-
-
-def run_sanitizer(tool: str) -> dict[str, Any]:
-    """One compute-sanitizer tool over ``tests/sanitize.py``; not here: ``clean`` is None."""
+    """All tools, each in several processes at the same time: one is busy on one CPU."""
     if shutil.which("compute-sanitizer") is None:
-        return {"clean": None, "summary": "compute-sanitizer is not installed"}
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    if tool == "memcheck":
-        # Probing for optional driver functions is an API error to the tool only.
-        command += ["--report-api-errors", "no"]
-    command += [sys.executable, str(ROOT / "tests" / "sanitize.py")]
+        missing = {"clean": None, "summary": "compute-sanitizer is not installed"}
+        return {tool: dict(missing) for tool in TOOLS}
+    shares = max(1, gpu_tests.workers() // len(TOOLS))
+    pairs = [(tool, f"{i}/{shares}") for i in range(shares) for tool in TOOLS]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        parts = list(zip(pairs, pool.map(lambda pair: sanitize(*pair), pairs), strict=True))
+    found = {}
+    for tool in TOOLS:
+        results = [result for (name, _), result in parts if name == tool]
+        summaries = Counter(summary for _, summary in results)
+        summary = "; ".join(f"{count} x {text}" for text, count in summaries.items())
+        found[tool] = {"clean": all(clean for clean, _ in results), "summary": summary}
+    return found
+
+
+def sanitize(tool: str, share: str) -> tuple[bool, str]:
+    """One compute-sanitizer tool over a share of ``tests/sanitize.py``: clean, and its summary."""
+    command = ["compute-sanitizer", "--tool", tool, *OPTIONS[tool], "--error-exitcode", "9"]
+    command += [sys.executable, str(ROOT / "tests" / "sanitize.py"), share]
     done = subprocess.run(
         command, cwd=ROOT, env=child_variables(), capture_output=True, text=True, check=False
     )
     summaries = re.findall(r"=+ (.*SUMMARY.*)", done.stdout)
     summary = "; ".join(summaries) or f"exit status {done.returncode}, no summary"
-    print(f"  {tool}: {summary}", flush=True)
-    return {"clean": done.returncode == 0, "summary": summary}
+    print(f"  {tool} {share}: {summary}", flush=True)
+    return done.returncode == 0, summary
 
 
 # -------------------------------------------------------------------------------------- measures

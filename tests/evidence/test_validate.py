@@ -40,26 +40,31 @@ def good() -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- tests
 
 
-def test_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.shutil, "which", lambda name: None)
-    assert validate.run_sanitizer("memcheck")["clean"] is None
+    assert [found["clean"] for found in validate.run_sanitizers().values()] == [None] * 3
     commands = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        status = 9 if "racecheck" in command else 0
-        text = f"========= X SUMMARY: {status} hazards\n" if status else "no output\n"
-        return subprocess.CompletedProcess(command, status, stdout=text, stderr="")
+        bad = "racecheck" in command and command[-1] == "1/2"
+        text = (
+            f"========= X SUMMARY: {9 * bad} hazards\n" if "racecheck" in command else "nothing\n"
+        )
+        return subprocess.CompletedProcess(command, 9 * bad, stdout=text, stderr="")
 
     monkeypatch.setattr(validate.shutil, "which", lambda name: name)
     monkeypatch.setattr(validate.subprocess, "run", run)
-    assert validate.run_sanitizer("racecheck") == {
+    monkeypatch.setattr(gpu_tests, "workers", lambda: 7)
+    found = validate.run_sanitizers()
+    assert found["racecheck"] == {
         "clean": False,
-        "summary": "X SUMMARY: 9 hazards",
+        "summary": "1 x X SUMMARY: 0 hazards; 1 x X SUMMARY: 9 hazards",
     }
-    found = validate.run_sanitizer("memcheck")
-    assert found == {"clean": True, "summary": "exit status 0, no summary"}
-    assert "--report-api-errors" in commands[1] and "--report-api-errors" not in commands[0]
+    assert found["memcheck"] == {"clean": True, "summary": "2 x exit status 0, no summary"}
+    assert sorted(command[-1] for command in commands) == ["0/2"] * 3 + ["1/2"] * 3
+    for option, tool in (("--report-api-errors", "memcheck"), ("--num-cuda-barriers", "synccheck")):
+        assert {command[2] for command in commands if option in command} == {tool}
 
 
 # -------------------------------------------------------------------------------------- verdicts
@@ -136,7 +141,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu_tests, "run_tests", lambda data, quick: good()["tests"])
-    monkeypatch.setattr(validate, "run_sanitizer", lambda tool: good()["sanitizer"]["memcheck"])
+    clean = dict.fromkeys(validate.TOOLS, good()["sanitizer"]["memcheck"])
+    monkeypatch.setattr(validate, "run_sanitizers", lambda: clean)
     monkeypatch.setattr(validate, "machine_facts", lambda: {"read_gbps": 1700.0})
     monkeypatch.setattr(validate, "host_times", lambda backend: {"cute_fp8": 9.0})
     monkeypatch.setattr(sweep, "tier", lambda uses: iter(good()["tier"]))

@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import sweep
 from cute_fp8.environment import ROOT, commit, environment, nvidia_smi
-from cute_fp8.evidence import gpu_tests
+from cute_fp8.evidence import gpu_tests, sweep
 from cute_fp8.evidence.archs import CRUCIAL
 from cute_fp8.evidence.gpu_tests import Data, child_variables
 

@@ -181,7 +181,7 @@ def _make_ready(
     configs: Sequence[Config], target: str, device: torch.device | None
 ) -> Iterator[tuple[str, str, float]]:
     """Yield a line of the report for each kernel, as soon as it is ready."""
-    from cute_fp8.gemms.launch import launch_once
+    from cute_fp8.build.first_launch import launch_once
 
     for config, seconds in zip(configs, fill_disk(configs, target), strict=True):
         start = time.perf_counter()

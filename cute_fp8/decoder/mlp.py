@@ -11,7 +11,7 @@ from cute_fp8 import gpus, settings
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.arguments import is_plain
 from cute_fp8.build import compiler
-from cute_fp8.decoder.launch import kernel_of
+from cute_fp8.decoder.lookup import kernel_of
 from cute_fp8.decoder.problem import MOST_TOKENS, mlp_problem
 from cute_fp8.decoder.weights import DecoderWeights, Projection
 from cute_fp8.gemms.ops import as_bytes

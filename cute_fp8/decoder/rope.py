@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_fp8.arguments import ALIGNMENT, is_plain, misaligned_by
 from cute_fp8.build import compiler
-from cute_fp8.decoder.launch import kernel_of
+from cute_fp8.decoder.lookup import kernel_of
 from cute_fp8.decoder.problem import BlockProblem, rope_problem
 from cute_fp8.dtypes import dtype_name
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig

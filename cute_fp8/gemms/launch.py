@@ -10,23 +10,16 @@ from torch import Tensor
 
 from cute_fp8 import gpus
 from cute_fp8.build import compiler
-from cute_fp8.decoder.launch import launch_once as launch_block
 from cute_fp8.dispatch import Route
 from cute_fp8.frozen import frozen_blocks
 from cute_fp8.gemms.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.kernels.config import (
-    MMA_K,
     MX_BLOCK,
     RelayoutConfig,
     workspace_words,
 )
 from cute_fp8.kernels.config_sm90 import HopperConfig
-from cute_fp8.kernels.configs import AnyGemm, Config
-from cute_fp8.kernels.mlp_config import MlpConfig
-from cute_fp8.kernels.projection_config import ProjectionConfig
-from cute_fp8.kernels.rope_config import RopeConfig
-from cute_fp8.kernels.row_config import RowConfig
-from cute_fp8.rows.launch import launch_once as launch_rows
+from cute_fp8.kernels.configs import AnyGemm
 from cute_fp8.scales import blocked_numel
 from cute_fp8.workspace import is_unshared, workspace
 
@@ -266,45 +259,3 @@ def scratch_words(config: AnyGemm, m: int, n: int, splits: int) -> int:
     if isinstance(config, HopperConfig):
         return int(config.dynamic)
     return workspace_words(config, m, n, splits) if config.split_k else 0
-
-
-def launch_once(kernel: compiler.Kernel, config: Config, device: torch.device) -> None:
-    """Run the kernel on a tiny problem: the driver loads its code at the first launch."""
-
-    def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
-        return torch.zeros(shape, dtype=torch.uint8, device=device).to(getattr(torch, dtype))
-
-    with torch.cuda.device(device):
-        if isinstance(config, RowConfig | RopeConfig | MlpConfig | ProjectionConfig):
-            if isinstance(config, RowConfig):
-                launch_rows(kernel, config, device)
-            else:
-                launch_block(kernel, config, device)
-            torch.cuda.current_stream(device).synchronize()
-            return
-
-        def scales(rows: int) -> Tensor:
-            return zeros((blocked_numel(rows, 1),), "uint8").view(E8M0)
-
-        if isinstance(config, RelayoutConfig):
-            kernel(scales(1)[:8].view(8, 1), scales(8))
-        else:
-            m, n, k, epilogue = 1, config.tile.n, MMA_K, config.epilogue
-            columns = n // 2 if epilogue.gated else n
-            words = scratch_words(config, m, n, 1)
-            codes = zeros((n, k), "uint8").view(torch.float8_e4m3fn)
-            vector = zeros((n,), "float32")
-            kernel(
-                codes[:m],
-                scales(m) if config.block_scaled else vector[:m],
-                codes,
-                scales(n) if config.block_scaled else vector,
-                zeros((n,), epilogue.bias) if epilogue.bias else None,
-                zeros((m, columns), epilogue.residual) if epilogue.residual else None,
-                zeros((m, columns), epilogue.out),
-                scales(m) if epilogue.mx else None,
-                zeros((words,), "int32") if words else None,
-                1 if config.split_k else None,
-                1,
-            )
-        torch.cuda.current_stream(device).synchronize()

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from cute_fp8.build import compiler
 from cute_fp8.dispatch import Route
-from cute_fp8.kernels.row_config import GATES, RowConfig
 from cute_fp8.rows.problem import RowInputs, RowOutputs, RowProblem, as_outputs
-from cute_fp8.scales import blocked_numel
 
 
 class RowKernel:
@@ -63,37 +61,3 @@ class RowKernel:
         # Of the last dimension with more than one row in it; a single row has any.
         strides = [s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
         return tensor.as_strided((p.m, p.k), (strides[-1] if strides else p.k, 1))
-
-
-def launch_once(kernel: compiler.Kernel, config: RowConfig, device: torch.device) -> None:
-    """Run the kernel on one tiny row: the driver loads its code at the first launch."""
-    k = 32
-
-    def ones(name: str | None, *shape: int) -> Tensor | None:
-        dtype = None if name is None else getattr(torch, name)
-        return None if dtype is None else torch.ones(shape, dtype=dtype, device=device)
-
-    def row(present: bool) -> Tensor | None:
-        return ones(config.dtype if present else None, 1, k)
-
-    x = ones(config.dtype, 1, 2 * k if config.op in GATES else k)
-    assert x is not None
-    if config.view != "matrix":
-        x = x.view(1, 1, 1, -1)
-    scales = torch.empty(1, dtype=torch.float32, device=device)
-    if config.variant == "mxfp8":
-        count = blocked_numel(1, 1) if config.blocked else 1
-        scales = torch.empty(count, dtype=torch.float8_e8m0fnu, device=device)
-        scales = scales if config.blocked else scales.view(1, 1)
-    kernel(
-        x,
-        ones(config.weight, k),
-        ones(config.bias, k),
-        row(config.residual),
-        torch.empty((1, k), dtype=torch.float8_e4m3fn, device=device),
-        scales,
-        row(config.residual),
-        row(config.keep),
-        1.0,
-        0.0,
-    )

@@ -7,7 +7,7 @@ import torch
 
 import cute_fp8
 from cute_fp8.build import shipped
-from cute_fp8.decoder import launch
+from cute_fp8.decoder import lookup
 from cute_fp8.decoder.problem import rope_problem
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.targets import ROWS_ONLY, TARGETS
@@ -51,13 +51,13 @@ def compiler_ships(target: str, ops: str) -> bool:
 
 def test_a_kernel_is_looked_up_once_for_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(launch, "_select", lambda problem: made.append(problem))
+    monkeypatch.setattr(lookup, "_kernels", {})
+    monkeypatch.setattr(lookup, "_select", lambda problem: made.append(problem))
     problem = rope_problem(4, 96, RopeConfig("bfloat16", 32), torch.device("cpu"))
     for _ in range(2):
-        assert launch.kernel_of("rope_append", (4, 96), lambda: problem) is None
+        assert lookup.kernel_of("rope_append", (4, 96), lambda: problem) is None
     assert len(made) == 1
     with cute_fp8.use(pdl=False):
-        launch.kernel_of("rope_append", (4, 96), lambda: problem)
-    launch.kernel_of("projection", (4, 96), lambda: problem)
+        lookup.kernel_of("rope_append", (4, 96), lambda: problem)
+    lookup.kernel_of("projection", (4, 96), lambda: problem)
     assert len(made) == 3

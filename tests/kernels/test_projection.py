@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cute_fp8
 from cute_fp8 import testing
-from cute_fp8.decoder import launch, problem, projection
+from cute_fp8.decoder import lookup, problem, projection
 from cute_fp8.decoder.case import ProjectionCall
 from cute_fp8.decoder.projection import Projected
 from cute_fp8.decoder.weights import Projection, project
@@ -82,7 +82,7 @@ def check(case: ProjectionCall) -> Projected:
 def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper, too, where more of them, and large weights, are launched in parts."""
     monkeypatch.setattr(problem, "faster_on_hopper", lambda m, n, k: True)
-    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(lookup, "_kernels", {})
 
 
 @pytest.fixture(params=[True, False], ids=["norm", "residual"])

@@ -31,8 +31,8 @@ from cute_fp8.decoder.case import DecoderCase, decoder_case
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.environment import commit, environment
-from cute_fp8.evidence.sweep import Contender, time_contenders
 from cute_fp8.numerics import quantize_fp8
+from cute_fp8.timing import Contender, time_contenders
 from perf import roofs
 from perf.measure import Times, fake_times, paced_times
 from perf.producers import META

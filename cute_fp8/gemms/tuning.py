@@ -21,14 +21,6 @@ from cute_fp8 import settings
 from cute_fp8.build import compiler
 from cute_fp8.capture import is_capturing
 from cute_fp8.dispatch import explain
-from cute_fp8.evidence.sweep import (
-    Contender,
-    Timer,
-    copies_of,
-    graph_times,
-    rotated,
-    time_contenders,
-)
 from cute_fp8.gemms import plan, winners
 from cute_fp8.gemms.case import GemmCase, is_mx, quantized_case, sample, take
 from cute_fp8.gemms.choice import Choice
@@ -37,6 +29,7 @@ from cute_fp8.gemms.selection import Selection, name_of
 from cute_fp8.kernels.configs import AnyGemm
 from cute_fp8.progress import watched
 from cute_fp8.scales import to_blocked
+from cute_fp8.timing import Contender, Timer, copies_of, graph_times, rotated, time_contenders
 
 Shape = tuple[int, int, int]
 
@@ -122,7 +115,7 @@ def autotune(
         out_dtype, bias, residual, activation: as in ``gemm``; bias and residual by dtype.
         backend: as in ``use``; by default the current one.
         best: how many configurations of the model's ranking to time.
-        timer: times them, by default with CUDA graphs; see ``cute_fp8.evidence.sweep``.
+        timer: times them, by default with CUDA graphs; see ``cute_fp8.timing``.
 
     Returns:
         What was timed, the winners marked.

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import cli, dispatch, gpus, settings
+from cute_fp8 import cli, dispatch, gpus, settings, timing
 from cute_fp8.build import cache
-from cute_fp8.evidence import sweep
-from cute_fp8.evidence.sweep import Contender
 from cute_fp8.gemms import plan, selection, tuning, winners
 from cute_fp8.gemms.choice import parse
 from cute_fp8.gemms.tuning import autotune
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.timing import Contender
 
 SHAPE = (33, 64, 96)
 Times = dict[str, tuple[list[float], list[Tensor]]]
@@ -28,7 +27,7 @@ Times = dict[str, tuple[list[float], list[Tensor]]]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An RTX 5090, as far as selection looks; what is pinned computes on the CPU all the same."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(sweep, "ROTATED_BYTES", 3 * 64 * 96)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 3 * 64 * 96)
     explain = tuning.explain
 
     def explain_as_if(*arguments: Any, **options: Any) -> Any:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("jsonschema")
-from cute_fp8.evidence.sweep import rotated
 from cute_fp8.numerics import quantize_fp8
 from cute_fp8.rows.case import row_case
+from cute_fp8.timing import rotated
 from perf import chain, producers, report
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cute_fp8.evidence import sweep
-from cute_fp8.evidence.sweep import Contender
+from cute_fp8 import timing
 from cute_fp8.gemms import tuning
 from cute_fp8.kernels.tiles import TILES
+from cute_fp8.timing import Contender
 
 pytest.importorskip("jsonschema")
 from perf import configs, results_io
@@ -25,7 +25,7 @@ PLAIN = TILES["per_token"][0].name
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection for an RTX 5090; the reference computes."""
     explain, pinned = tuning.explain, tuning._pinned
-    monkeypatch.setattr(sweep, "ROTATED_BYTES", 12_000)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 12_000)
     monkeypatch.setattr(tuning, "explain", lambda *a, **o: explain(*a, **o, gpu="RTX 5090"))
     monkeypatch.setattr(tuning, "_pinned", lambda _, *rest: pinned("reference", *rest))
     monkeypatch.setattr(tuning.compiler, "fill_disk", lambda configs, target: [])

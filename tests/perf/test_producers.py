@@ -11,7 +11,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("jsonschema")
-from cute_fp8.evidence import sweep as core  # noqa: E402
+from cute_fp8 import timing  # noqa: E402
 from cute_fp8.rows.case import row_case  # noqa: E402
 from perf import inductor, producers, report, sweep  # noqa: E402
 from perf.results_io import load  # noqa: E402
@@ -61,7 +61,7 @@ def test_a_wrong_result_is_no_measurement() -> None:
 
     call = producers.ours(cases, True)
     for impl, function, failed in (("cute_fp8", wrong, True), ("cute_fp8", call, False)):
-        (row,) = core.time_contenders(
+        (row,) = timing.time_contenders(
             [producers.producer(impl, function, cases)], producers.fake_times
         )
         assert ("failed" in row) == failed
@@ -70,7 +70,7 @@ def test_a_wrong_result_is_no_measurement() -> None:
 def test_every_copy_is_checked_against_its_own_input() -> None:
     cases = producers.copies_of(row_case("rmsnorm_quantize", 8, 64), 10_000)
     contender = producers.producer("inductor", producers.ours(cases, False), cases)
-    assert contender.error(contender.call(1), 1) < core.LIMIT
+    assert contender.error(contender.call(1), 1) < timing.LIMIT
     assert contender.error(contender.call(1), 0) == float("inf")
 
 

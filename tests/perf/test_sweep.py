@@ -21,8 +21,8 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("jsonschema")
 pytest.importorskip("matplotlib")
+from cute_fp8 import timing  # noqa: E402
 from cute_fp8.build import kernel_sources  # noqa: E402
-from cute_fp8.evidence import sweep as core  # noqa: E402
 from perf import compare, gemm_problem, measure, plot, quack_peer, report, shapes, sweep  # noqa: E402
 from perf.operands import Operands  # noqa: E402
 from perf.results_io import Partial, load, save, schema_errors  # noqa: E402
@@ -260,7 +260,7 @@ def test_a_replay_lasts_a_few_milliseconds(
         made.append(i)
         return torch.ones(2, 2)
 
-    contender = core.Contender("x", call, copies, torch.ones(2, 2).double())
+    contender = timing.Contender("x", call, copies, torch.ones(2, 2).double())
     ((times, results),) = measure.paced_times([contender]).values()
     # A round to learn how long it lasts, and whole rounds in the graph.
     assert made == list(range(copies)) * (1 + calls // copies)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cute_fp8 import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
-from cute_fp8 import row_ops as _row_ops  # noqa: F401
 from cute_fp8.accuracy import Verdict, fp8_w8a8_error, near_lossless, smoothquant_factors
 from cute_fp8.api import gemm, gemm_gated
-from cute_fp8.compiler import compile
+from cute_fp8.build.compiler import compile
 from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
+from cute_fp8.gemms import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.models.modules import Linear
 from cute_fp8.numerics import (
@@ -35,6 +34,7 @@ from cute_fp8.producers import (
     rmsnorm_quantize,
     silu_mul_quantize,
 )
+from cute_fp8.rows import ops as _row_ops  # noqa: F401
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from cute_fp8.decoder.kv_cache import KVCache
     from cute_fp8.decoder.module import DecoderBlock
     from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection
+    from cute_fp8.gemms.tuning import autotune
     from cute_fp8.models.checkpoint import load_checkpoint, save_checkpoint
     from cute_fp8.models.conversion import convert
-    from cute_fp8.tuning import autotune
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ _LATE = {
     "DecoderWeights": "cute_fp8.decoder.weights",
     "KVCache": "cute_fp8.decoder.kv_cache",
     "Projection": "cute_fp8.decoder.weights",
-    "autotune": "cute_fp8.tuning",
+    "autotune": "cute_fp8.gemms.tuning",
     "convert": "cute_fp8.models.conversion",
     "decoder_block": "cute_fp8.decoder.block",
     "decoder_mlp": "cute_fp8.decoder.block",

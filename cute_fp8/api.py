@@ -8,8 +8,8 @@ from torch import Tensor
 from cute_fp8.arguments import PLAIN as _PLAIN
 from cute_fp8.arguments import PLAIN_OR_NONE as _PLAIN_OR_NONE
 from cute_fp8.arguments import foreign_modes, is_plain
-from cute_fp8.plan import launchers, run_gemm, short_key
-from cute_fp8.problem import E4M3, Operands, check_gemm, check_grad
+from cute_fp8.gemms.plan import launchers, run_gemm, short_key
+from cute_fp8.gemms.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
 
 _grad_enabled = torch.is_grad_enabled
@@ -148,7 +148,7 @@ def _call_op(
     gated: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Through ``torch.library``, for tracing, subclasses and modes."""
-    from cute_fp8 import ops
+    from cute_fp8.gemms import ops
 
     out = operands.out
     if _is_compiling():

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cute_fp8 import dispatch, settings
+from cute_fp8.gemms.tuning import BEST, autotune
 from cute_fp8.targets import TARGETS, Capability, check_target
-from cute_fp8.tuning import BEST, autotune
 
 if TYPE_CHECKING:
     from cute_fp8.evidence.inspection import Inspection
@@ -174,7 +174,7 @@ def _autotune(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from cute_fp8 import shipped
+    from cute_fp8.build import shipped
     from cute_fp8.evidence.files import inspection_evidence
     from cute_fp8.evidence.inspection import inspect_kernels
     from cute_fp8.tables import inspection_table, print_table, track
@@ -247,7 +247,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from cute_fp8.demo import run
+    from cute_fp8.demo.run import run
 
     torch.manual_seed(0)
     return run(options.json)

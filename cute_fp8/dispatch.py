@@ -13,17 +13,21 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import fused, gpus, row_view, rows, torch_backend
-from cute_fp8.choice import Pick
-from cute_fp8.fused import FusedProblem
+from cute_fp8 import gpus
+from cute_fp8.decoder import problem as blocks
+from cute_fp8.decoder.problem import BlockProblem
+from cute_fp8.gemms import torch_backend
+from cute_fp8.gemms.choice import Pick
+from cute_fp8.gemms.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
+from cute_fp8.gemms.selection import Selection, select_config
 from cute_fp8.kernels.config import SMEM_LIMIT_SM120
 from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
 from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.row_config import RowConfig
 from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
-from cute_fp8.rows import RowProblem
-from cute_fp8.selection import Selection, select_config
+from cute_fp8.rows import problem as rows
+from cute_fp8.rows import view as row_view
+from cute_fp8.rows.problem import RowProblem
 from cute_fp8.settings import Settings
 from cute_fp8.targets import Capability, capability_of_device, check_capability, target_of
 
@@ -39,7 +43,7 @@ ROW_TARGETS = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a", "sm_120f")
 ANY = None
 
 
-Problem = GemmProblem | RowProblem | FusedProblem
+Problem = GemmProblem | RowProblem | BlockProblem
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,11 @@ _ROWS = (
     Entry("", "", "cute", "row_quantize", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("", "", "reference", "rows", ANY, _always),
 )
-_FUSED = (
+_BLOCKS = (
     Entry("rope_append", "any", "cute", "rope_append", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("rope_append", "any", "reference", "reference", ANY, _always),
     Entry(
-        "projection", "per_token", "cute", "projection", SM120_FAMILY, fused.no_room, SM120_TARGETS
+        "projection", "per_token", "cute", "projection", SM120_FAMILY, blocks.no_room, SM120_TARGETS
     ),
     Entry(
         "projection",
@@ -115,12 +119,12 @@ _FUSED = (
         "cute",
         "projection",
         HOPPER,
-        fused.no_room_on_hopper,
+        blocks.no_room_on_hopper,
         ("sm_90a",),
     ),
     Entry("projection", "per_token", "reference", "separate_launches", ANY, _always),
-    Entry("decoder_mlp", "per_token", "cute", "mlp", SM120_FAMILY, fused.refusal, SM120_TARGETS),
-    Entry("decoder_mlp", "per_token", "cute", "mlp", HOPPER, fused.refusal_on_hopper, ("sm_90a",)),
+    Entry("decoder_mlp", "per_token", "cute", "mlp", SM120_FAMILY, blocks.refusal, SM120_TARGETS),
+    Entry("decoder_mlp", "per_token", "cute", "mlp", HOPPER, blocks.refusal_on_hopper, ("sm_90a",)),
     # Each by its own route.
     Entry("decoder_mlp", "per_token", "reference", "separate_launches", ANY, _always),
 )
@@ -133,7 +137,7 @@ TABLE = (
         for variant in ("per_token", "mxfp8")
         for entry in _ROWS
     ),
-    *_FUSED,
+    *_BLOCKS,
 )
 OPS = tuple(dict.fromkeys(entry.op for entry in TABLE))
 
@@ -146,7 +150,7 @@ class Route:
     target: str | None = None
     selection: Selection | None = None
     rows: RowConfig | None = None
-    fused: FusedConfig | None = None
+    block: FusedConfig | None = None
 
     @property
     def pick(self) -> Pick | None:
@@ -184,8 +188,8 @@ class Explanation:
         if self.route is None:
             return "\n".join([*lines, "  no route"])
         lines.append(f"  takes   {self.route.entry.name}")
-        if self.route.fused is not None:
-            lines[-1] += f" for {self.route.target}, {self.route.fused.name}"
+        if self.route.block is not None:
+            lines[-1] += f" for {self.route.target}, {self.route.block.name}"
         if self.route.rows is not None:
             config = self.route.rows
             threads = f"{config.shape.threads} threads a row"
@@ -210,7 +214,7 @@ def walk(
         gpu: whose times are predicted; by default the problem's device, or a typical GPU of the
             capability if that is another's.
     """
-    if isinstance(problem, RowProblem | FusedProblem):
+    if isinstance(problem, RowProblem | BlockProblem):
         # What is pinned is the GEMM's backend; a chain of ops must run under it as a whole.
         plain = settings.backend in ("torch", "reference")
         settings = settings._replace(backend="reference" if plain else "auto")
@@ -277,9 +281,9 @@ def _route(
     if gpu is None:
         here = capability_of_device(problem.device) == capability
         gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
-    if isinstance(problem, FusedProblem):
+    if isinstance(problem, BlockProblem):
         smem = SMEM_LIMIT_SM90 if capability == (9, 0) else SMEM_LIMIT_SM120
-        return Route(entry, target_of(capability), fused=problem.config(gpu.sms, smem, pdl))
+        return Route(entry, target_of(capability), block=problem.config(gpu.sms, smem, pdl))
     selection = select_config(problem, gpu, settings.choice, entry.kernel)
     return Route(entry, target_of(capability), selection)
 
@@ -370,8 +374,8 @@ def explain(
             got = f"{m}, {k}" if n is None else f"{m}, {k} and n {n}"
             raise ValueError(f"m, k: got {got}, must be sizes (m may be 0), without n")
         problem = row_view.without_data(op, m, k, variant, residual is not None)
-    elif op in fused.OPS:
-        problem = fused.without_data(op, m, n, k, device)
+    elif op in blocks.OPS:
+        problem = blocks.without_data(op, m, n, k, device)
     else:
         if n is None or m < 0 or n <= 0 or k <= 0:
             raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")

@@ -149,6 +149,12 @@ def of_device(device: torch.device) -> Gpu:
 
 
 @cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device: the CTAs of a persistent kernel."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def _of_index(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     return of_properties(properties, (properties.major, properties.minor))

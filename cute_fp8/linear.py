@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cute_fp8.dispatch import walk
+from cute_fp8.gemms.plan import function_of
+from cute_fp8.gemms.problem import Operands, check_gemm
 from cute_fp8.numerics import quantize_fp8_activations, quantize_mxfp8
-from cute_fp8.plan import function_of
-from cute_fp8.problem import Operands, check_gemm
 from cute_fp8.settings import Settings
 from cute_fp8.targets import capability_of_device
 

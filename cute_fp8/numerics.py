@@ -12,6 +12,10 @@ Two recipes, both with e4m3fn codes (largest finite value 448):
 All arithmetic is fp32 and division is IEEE division. The functions are plain torch, run on any
 device and, :func:`quantize_fp8` apart, never look at values from the host.
 
+Users call :func:`cute_fp8.quantize_fp8_activations` and :func:`cute_fp8.quantize_mxfp8` as
+:mod:`cute_fp8.producers` has them: one kernel each where there is one, held to the bits that the
+functions of these names give here.
+
 One trap decides how divisions are written here: on CUDA, torch divides by a *host* scalar through
 its reciprocal, which is not the IEEE quotient. Divisors are therefore always tensors on the device.
 """
@@ -78,7 +82,7 @@ def quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise activations with one scale per token (row of ``x.reshape(-1, K)``).
+    """Quantise activations with one scale per token (row of ``x.reshape(-1, K)``): the reference.
 
     The scales always come from this call's values. A token with a NaN or Inf gets scale NaN
     (0x7FC00000) and code 0x7F everywhere; no other token changes. A zero token gets scale 1 and
@@ -103,7 +107,7 @@ def quantize_fp8_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mxfp8(x: Tensor, *, blocked: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise in blocks of 32 along K with e8m0 scales; for weights and activations alike.
+    """Quantise in blocks of 32 along K with e8m0 scales, weights and activations: the reference.
 
     A block with a NaN or Inf gets scale byte 0xFF and codes 0x7F; a zero block gets scale byte 0x00
     (2**-127) and codes 0x00.

@@ -21,12 +21,12 @@ from functools import partial
 
 from torch import Tensor
 
-from cute_fp8 import row_reference, settings
+from cute_fp8 import settings
 from cute_fp8.arguments import ALIGNMENT, PLAIN_OR_NONE, watched
 from cute_fp8.dispatch import select
-from cute_fp8.row_backend import RowKernel
-from cute_fp8.row_view import view_of
-from cute_fp8.rows import (
+from cute_fp8.rows import reference
+from cute_fp8.rows.launch import RowKernel
+from cute_fp8.rows.problem import (
     LAYOUTS,
     RowInputs,
     RowOptions,
@@ -36,6 +36,7 @@ from cute_fp8.rows import (
     check_row_overlap,
     check_rows,
 )
+from cute_fp8.rows.view import view_of
 
 Out = Sequence[Tensor] | None
 Results = tuple[Tensor, ...]
@@ -273,9 +274,9 @@ def run(inputs: RowInputs, options: RowOptions, out: Out) -> Results:
     tensors = inputs if out is None else (*inputs, *out)
     subclass = any(type(t) not in PLAIN_OR_NONE and isinstance(t, Tensor) for t in tensors)
     if subclass or watched():
-        from cute_fp8 import row_ops
+        from cute_fp8.rows.ops import call
 
-        return row_ops.call(inputs, options, out)
+        return call(inputs, options, out)
     return run_rows(inputs, options, out)
 
 
@@ -315,7 +316,7 @@ def _plan(inputs: RowInputs, options: RowOptions) -> tuple[RowProblem, Run]:
         route = select(problem, settings.current())
         if route.rows is not None:
             return problem, RowKernel(problem, route).run
-    return problem, partial(row_reference.rows, problem)
+    return problem, partial(reference.rows, problem)
 
 
 def forget() -> None:

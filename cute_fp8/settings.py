@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from cute_fp8.choice import Choice, Pick, Tile, choice_of
+from cute_fp8.gemms.choice import Choice, Pick, Tile, choice_of
 
 BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 

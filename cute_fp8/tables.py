@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from cute_fp8.demo import LayerResult, Similarities, Timing
+    from cute_fp8.demo.run import LayerResult, Similarities, Timing
     from cute_fp8.evidence.inspection import Inspection
     from cute_fp8.evidence.verify import Proof
 

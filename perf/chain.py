@@ -28,8 +28,8 @@ from torch import Tensor
 import cute_fp8
 from cute_fp8.environment import commit, environment
 from cute_fp8.numerics import quantize_fp8
-from cute_fp8.row_case import RowCase, error, row_case
-from cute_fp8.sweep import LIMIT, copies_of, gpu_us, rotated
+from cute_fp8.rows.case import RowCase, error, row_case
+from cute_fp8.timing import LIMIT, copies_of, gpu_us, rotated
 from perf import producers
 from perf.results_io import Row, save
 

@@ -19,13 +19,14 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from cute_fp8 import tuning
-from cute_fp8.choice import Choice
 from cute_fp8.environment import commit, environment
+from cute_fp8.evidence.sweep import impl_of
+from cute_fp8.gemms import tuning
+from cute_fp8.gemms.choice import Choice
+from cute_fp8.gemms.selection import Ranked
+from cute_fp8.gemms.tuning import Problem, Shape
 from cute_fp8.kernels.tiles import TILES
-from cute_fp8.selection import Ranked
-from cute_fp8.sweep import Timer, graph_times, impl_of, rates, time_contenders
-from cute_fp8.tuning import Problem, Shape
+from cute_fp8.timing import Timer, graph_times, rates, time_contenders
 from perf.results_io import Row, save
 
 

@@ -32,7 +32,7 @@ from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.environment import commit, environment
 from cute_fp8.numerics import quantize_fp8
-from cute_fp8.sweep import Contender, time_contenders
+from cute_fp8.timing import Contender, time_contenders
 from perf import roofs
 from perf.measure import Times, fake_times, paced_times
 from perf.producers import META
@@ -290,7 +290,7 @@ def route(case: Case) -> dict[str, str]:
     m = case.batch * case.tokens
     found = cute_fp8.explain("decoder_mlp", m=m, n=case.ffn, k=case.hidden).route
     assert found is not None
-    name = {} if found.fused is None else {"tile": found.fused.name}
+    name = {} if found.block is None else {"tile": found.block.name}
     return {"route": found.entry.name, **name}
 
 

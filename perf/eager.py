@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 import cute_fp8
-from cute_fp8.sweep import Contender
+from cute_fp8.timing import Contender
 from perf.gemm_problem import Weight, take
 from perf.host_time import bare_call, host_us
 from perf.results_io import Row

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import cute_fp8
-from cute_fp8 import demo
+from cute_fp8.demo.run import spearman
 from cute_fp8.models.modules import VARIANTS
 
 BF16 = torch.bfloat16
@@ -16,11 +16,11 @@ BF16 = torch.bfloat16
 
 def minilm_file(path: Path) -> None:
     """The encoder in bf16 with the tokens of the sentences, for a machine without its package."""
-    from cute_fp8 import demo_model
+    from cute_fp8.demo.encoder import load
     from perf.sentences import RELATED, UNRELATED
 
     encoders = {
-        name: demo_model.load(torch.device("cpu"), texts)
+        name: load(torch.device("cpu"), texts)
         for name, texts in (("related", RELATED), ("unrelated", UNRELATED))
     }
     model = encoders["related"].model.to(BF16)
@@ -36,7 +36,7 @@ def compare_minilm(path: Path, device: str) -> dict[str, Any]:
     """Rank correlation and largest difference of similarities, FP8 against bf16, per variant."""
     import transformers
 
-    from cute_fp8.demo_model import Encoder, embed
+    from cute_fp8.demo.encoder import Encoder, embed
 
     data = torch.load(path, weights_only=True)
     data["config"].pop("dtype", None)
@@ -57,7 +57,7 @@ def compare_minilm(path: Path, device: str) -> dict[str, Any]:
             pairs = [(e @ e.T)[upper[0], upper[1]].cpu() for e in (new, old)]
             found[f"{name} {variant}"] = {
                 "sentences": len(old),
-                "spearman": demo.spearman(*pairs),
+                "spearman": spearman(*pairs),
                 "largest_difference": float((pairs[0] - pairs[1]).abs().max()),
                 "least_cosine": float((old * new).sum(dim=1).min()),
             }
@@ -72,7 +72,7 @@ def random_encoder(device: str, sentences: int = 64) -> dict[str, Any]:
     """
     import transformers
 
-    from cute_fp8.demo_model import Encoder, embed
+    from cute_fp8.demo.encoder import Encoder, embed
 
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
     config = transformers.BertConfig(**sizes, num_attention_heads=12)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cute_fp8
-from cute_fp8.gemm_case import GemmCase, is_mx, quantized_case, sample, take
+from cute_fp8.evidence.sweep import impl_of, pinned, route_of
+from cute_fp8.gemms.case import GemmCase, is_mx, quantized_case, sample, take
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.scales import to_blocked
-from cute_fp8.sweep import Contender, copies_of, impl_of, pinned, rotated, route_of
+from cute_fp8.timing import Contender, copies_of, rotated
 from perf import quack_peer
 from perf.operands import Call, Operands
 from perf.peers import mxfp8, rowwise, tensorwise

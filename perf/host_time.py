@@ -18,10 +18,10 @@ import torch
 
 import cute_fp8
 from cute_fp8 import settings
-from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.dispatch import select
-from cute_fp8.gemm_case import GemmCase, gemm_case
-from cute_fp8.problem import Operands, check_gemm
+from cute_fp8.gemms.case import GemmCase, gemm_case
+from cute_fp8.gemms.launch import CuteGemm
+from cute_fp8.gemms.problem import Operands, check_gemm
 from cute_fp8.workspace import workspace
 
 BATCHES, CALLS = 30, 200

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_fp8.dispatch import TABLE, explain
-from cute_fp8.sweep import Contender, graph_times, rates, time_contenders
+from cute_fp8.timing import Contender, graph_times, rates, time_contenders
 from perf import roofs
 from perf.eager import host_rows
 from perf.gemm_problem import Wanted, Weight

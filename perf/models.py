@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8 import compiler
+from cute_fp8.build import compiler
 from cute_fp8.environment import commit, environment
 from cute_fp8.targets import target_of
 from perf.encoders import compare_minilm, random_encoder
@@ -232,7 +232,7 @@ class Study:
             for op, problem in calls:
                 route = cute_fp8.explain(op, m=m, device="cuda", **problem).route
                 if route is not None:
-                    picked = route.pick.config if route.pick else route.rows or route.fused
+                    picked = route.pick.config if route.pick else route.rows or route.block
                     configs |= {} if picked is None else {picked: None}
         target = target_of(torch.cuda.get_device_capability())
         for _ in compiler.fill_disk([*configs], target):

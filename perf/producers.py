@@ -26,9 +26,9 @@ from torch import Tensor
 
 from cute_fp8.dispatch import explain
 from cute_fp8.environment import commit, environment
-from cute_fp8.row_case import RowCase, error, errors, row_case
+from cute_fp8.rows.case import RowCase, error, errors, row_case
 from cute_fp8.settings import use
-from cute_fp8.sweep import Contender, time_contenders
+from cute_fp8.timing import Contender, time_contenders
 from perf import inductor as peer
 from perf import roofs
 from perf.measure import Times, fake_times, paced_times

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_fp8.sweep import gpu_us
+from cute_fp8.timing import gpu_us
 from perf.operands import Call, Operands
 
 #: A configuration is timed by replays of about this long, of whole rounds over the copies.

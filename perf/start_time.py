@@ -45,7 +45,7 @@ def child(may_compile: bool) -> dict[str, float]:
         torch.cuda.synchronize()
         lap("cuda")
     import cute_fp8
-    from cute_fp8 import cache, compiler, shipped
+    from cute_fp8.build import cache, compiler, shipped
 
     lap("cute_fp8")
     from cutlass import cute  # noqa: F401

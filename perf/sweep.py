@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from cute_fp8 import cache
+from cute_fp8.build import cache
 from cute_fp8.environment import ROOT, commit, environment
 from perf import peers, quack_peer, report, roofs, shapes
 from perf.gemm_problem import Wanted, check_epilogue, groups

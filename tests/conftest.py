@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 os.environ.setdefault("CUTE_FP8_CACHE_DIR", "off")
 
 import cute_fp8
-from cute_fp8 import cache, compiler
+from cute_fp8.build import cache, compiler
 from cute_fp8.environment import environment
 from cute_fp8.evidence.gpu_tests import MADE_WITH
 

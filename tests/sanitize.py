@@ -23,16 +23,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_fp8
-from cute_fp8 import cute_backend, fused, shipped, testing
-from cute_fp8.choice import Choice
+from cute_fp8 import gpus, testing
+from cute_fp8.build import shipped
+from cute_fp8.decoder import problem
 from cute_fp8.decoder.case import ProjectionCall, decoder_case, mlp_errors
 from cute_fp8.decoder.weights import DecoderConfig, project
-from cute_fp8.gemm_case import GemmCase, exact_case, mxfp8_case
+from cute_fp8.gemms.case import GemmCase, exact_case, mxfp8_case
+from cute_fp8.gemms.choice import Choice
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.config_sm90 import HopperTile
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90
-from cute_fp8.row_case import errors, row_case
+from cute_fp8.rows.case import errors, row_case
 
 
 def cases(variant: str, tile: TileConfig) -> Iterator[tuple[Choice, GemmCase]]:
@@ -117,7 +119,7 @@ def wrong_scales(backend: str) -> int:
 def main(arguments: list[str]) -> int:
     """Run those that are asked for; 1 if a result is wrong."""
     # So few CTAs that each has several tiles: a sanitizer multiplies the time of every one.
-    cute_backend.sm_count = lambda device: 2
+    gpus.sm_count = lambda device: 2
     kernel = next((text for text in arguments if "/" not in text), "")
     part = next((text for text in arguments if "/" in text), "0/1")
     first, parts = map(int, part.split("/"))
@@ -172,7 +174,7 @@ def wrong_blocks(device: str = "cuda") -> int:
 
 def wrong_projections(device: str = "cuda") -> int:
     """How many projections of few tokens are wrong: tails, several passes, rounds of rows."""
-    fused.faster_on_hopper = lambda m, n, k: True
+    problem.faster_on_hopper = lambda m, n, k: True
     native = device == "cuda" and torch.cuda.get_device_capability()[0] == 12
     found = 0
     for m, n, k in ((1, 72, 144), (3, 1000, 400), (16, 136, 2064)):

@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 import cute_fp8
-from cute_fp8 import accuracy, api, arguments, numerics, ops
+from cute_fp8 import accuracy, api, arguments, numerics
+from cute_fp8.gemms import ops
 
 X = torch.randn(4, 32)
 

@@ -15,8 +15,8 @@ import torch
 
 import cute_fp8
 from cute_fp8 import dispatch, explain, settings
-from cute_fp8.choice import Choice
-from cute_fp8.gemm_case import gemm_case
+from cute_fp8.gemms.case import gemm_case
+from cute_fp8.gemms.choice import Choice
 from cute_fp8.kernels.config import TileConfig
 from cute_fp8.kernels.tiles import TILES
 

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import cute_backend, freeze_scales, from_blocked, frozen, to_blocked
-from cute_fp8.choice import Choice
-from cute_fp8.cute_backend import CuteGemm
+from cute_fp8 import freeze_scales, from_blocked, frozen, gpus, to_blocked
+from cute_fp8.build import compiler
 from cute_fp8.dispatch import TABLE, Route
-from cute_fp8.gemm_case import GemmCase, mxfp8_case
+from cute_fp8.gemms.case import GemmCase, mxfp8_case
+from cute_fp8.gemms.choice import Choice
+from cute_fp8.gemms.launch import CuteGemm
+from cute_fp8.gemms.problem import Operands, check_gemm
+from cute_fp8.gemms.selection import select_config
 from cute_fp8.gpus import named
 from cute_fp8.kernels.config import RelayoutConfig
 from cute_fp8.kernels.tiles import TILES
-from cute_fp8.problem import Operands, check_gemm
-from cute_fp8.selection import select_config
 
 M, N, K = 45, 136, 96
 Run = Callable[[GemmCase], Tensor]
@@ -55,8 +56,8 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
-    monkeypatch.setattr(cute_backend.compiler, "get", found.get)
-    monkeypatch.setattr(cute_backend, "sm_count", lambda device: 1)
+    monkeypatch.setattr(compiler, "get", found.get)
+    monkeypatch.setattr(gpus, "sm_count", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return found
 

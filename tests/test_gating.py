@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cute_fp8
-from cute_fp8.cute_backend import CuteGemm
 from cute_fp8.gating import split_gate_up
+from cute_fp8.gemms.launch import CuteGemm
+from cute_fp8.gemms.problem import Operands, check_gemm
 from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations, quantize_mxfp8
-from cute_fp8.problem import Operands, check_gemm
 from cute_fp8.testing import inputs
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import cute_fp8
-from cute_fp8 import compiler, plan
-from cute_fp8.gemm_case import exact_case, gemm_case
+from cute_fp8.build import compiler
+from cute_fp8.gemms import plan
+from cute_fp8.gemms.case import exact_case, gemm_case
 from cute_fp8.kernels.tiles import TILE_64x64
 
 pytestmark = pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,12 @@ def test_everything_exported_is_there() -> None:
     assert len(set(cute_fp8.__all__)) == len(cute_fp8.__all__)  # their order is ruff's business
     for name in cute_fp8.__all__:
         assert getattr(cute_fp8, name) is not None
+
+
+def test_no_module_has_a_public_name() -> None:
+    """Importing it would put it in the place of what is public."""
+    modules = {module.name for module in pkgutil.iter_modules(cute_fp8.__path__)}
+    assert {"gemms", "rows"} <= modules and modules.isdisjoint(cute_fp8.__all__)
 
 
 # ---------------------------------------------------------------------------- command line

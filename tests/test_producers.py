@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import cute_fp8
 from cute_fp8 import numerics, producers
 from cute_fp8.kernels.row_config import RowConfig
-from cute_fp8.row_case import error, errors, row_case
-from cute_fp8.rows import OPS
+from cute_fp8.rows.case import error, errors, row_case
+from cute_fp8.rows.problem import OPS
 from cute_fp8.testing import KINDS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

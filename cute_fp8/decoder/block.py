@@ -27,7 +27,7 @@ from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.projection import Projected
 from cute_fp8.decoder.rope import Heads, RopeInputs, check_rotation, rope_append
 from cute_fp8.decoder.weights import DecoderWeights
-from cute_fp8.problem import OUT_DTYPES
+from cute_fp8.gemms.problem import OUT_DTYPES
 from cute_fp8.producers import attention_out_quantize
 
 Quantised = tuple[Tensor, Tensor]

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler, cute_backend, settings
+from cute_fp8 import gpus, settings
 from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.arguments import is_plain
+from cute_fp8.build import compiler
+from cute_fp8.decoder.lookup import kernel_of
+from cute_fp8.decoder.problem import MOST_TOKENS, mlp_problem
 from cute_fp8.decoder.weights import DecoderWeights, Projection
-from cute_fp8.fused import MOST_TOKENS, mlp_problem
-from cute_fp8.fused_backend import kernel_of
+from cute_fp8.gemms.ops import as_bytes
+from cute_fp8.gemms.problem import E4M3
 from cute_fp8.kernels.mlp_config import WORKSPACE_WORDS
-from cute_fp8.ops import as_bytes
-from cute_fp8.problem import E4M3
 from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8, rmsnorm_quantize
 from cute_fp8.workspace import unshared, workspace
 
@@ -133,7 +134,7 @@ def _launch(
             y,
             workspace(device, WORKSPACE_WORDS),
             eps,
-            cute_backend.sm_count(device),
+            gpus.sm_count(device),
         )
     return MlpResult(y, *made)
 

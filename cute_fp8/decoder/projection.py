@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler, cute_backend, settings
+from cute_fp8 import gpus, settings
 from cute_fp8.api import gemm
 from cute_fp8.arguments import is_plain
+from cute_fp8.build import compiler
+from cute_fp8.decoder.lookup import kernel_of
+from cute_fp8.decoder.problem import MOST_PROJECTED, projection_problem
 from cute_fp8.decoder.weights import Projection
-from cute_fp8.fused import MOST_PROJECTED, projection_problem
-from cute_fp8.fused_backend import kernel_of
-from cute_fp8.ops import as_bytes
-from cute_fp8.problem import E4M3
+from cute_fp8.gemms.ops import as_bytes
+from cute_fp8.gemms.problem import E4M3
 from cute_fp8.producers import quantize_fp8_activations, rmsnorm_quantize
 
 
@@ -139,7 +140,7 @@ def _launch(
             *made,
             y,
             eps,
-            cute_backend.sm_count(device),
+            gpus.sm_count(device),
         )
     return Projected(y, *made)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_fp8 import compiler
 from cute_fp8.arguments import ALIGNMENT, is_plain, misaligned_by
+from cute_fp8.build import compiler
+from cute_fp8.decoder.lookup import kernel_of
+from cute_fp8.decoder.problem import BlockProblem, rope_problem
 from cute_fp8.dtypes import dtype_name
-from cute_fp8.fused import FusedProblem, rope_problem
-from cute_fp8.fused_backend import kernel_of
 from cute_fp8.kernels.rope_config import HEAD_MULTIPLE, MAX_HEAD_DIM, RopeConfig
 
 
@@ -210,7 +210,7 @@ def _run(
 def _kernel(inputs: RopeInputs, heads: Heads, values: bool) -> compiler.Kernel | None:
     qkv, norm = inputs.qkv, inputs.q_norm is not None
 
-    def problem() -> FusedProblem:
+    def problem() -> BlockProblem:
         config = RopeConfig(dtype_name(qkv.dtype), heads.dim, norm, values)
         return rope_problem(qkv.shape[0] * qkv.shape[1], qkv.shape[2], config, qkv.device)
 

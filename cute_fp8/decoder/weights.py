@@ -19,9 +19,9 @@ from torch import Tensor
 from cute_fp8.arguments import check_aligned, check_tensor
 from cute_fp8.decoder.rope import Heads, check_heads
 from cute_fp8.gating import interleave_gate_up
+from cute_fp8.gemms.problem import E4M3, E8M0, OUT_DTYPES
 from cute_fp8.kernels.config import K_MULTIPLE, VARIANTS
 from cute_fp8.numerics import MX_BLOCK, quantize_fp8
-from cute_fp8.problem import E4M3, E8M0, OUT_DTYPES
 from cute_fp8.producers import quantize_mxfp8
 from cute_fp8.scales import blocked_numel
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cute_fp8.build.shipped import shipped_configs
 from cute_fp8.dispatch import TABLE, Entry
 from cute_fp8.environment import ROOT
 from cute_fp8.evidence import predictions
@@ -29,7 +30,6 @@ from cute_fp8.evidence.files import (
     summary,
     where,
 )
-from cute_fp8.shipped import shipped_configs
 from cute_fp8.targets import Capability, target_of
 
 ARCHS = ROOT / "ARCHS.md"
@@ -82,12 +82,13 @@ matmul exists on no GPU that this has run on; its glue is tested against an emul
 
 ## Predicted
 
-Microseconds that the performance model (`cute_fp8/model.py`) gives for the configuration that it
-picks; bf16 output, operands out of L2. Nobody has measured them. The same model gives ten published
-times of other kernels on an RTX 5070 Ti, which were known when it was made, and 45 of this kernel
-through the stand-in within 15 % (`tests/test_model.py`, `perf/NOTES.md`). Most clocks are the rated
-ones, which many cards exceed; no power limit is modelled, which large shapes on large cards meet.
-`python -m cute_fp8 explain M N K --gpu NAME` shows the configurations and what limits them.
+Microseconds that the performance model (`cute_fp8/gemms/model.py`) gives for the configuration that
+it picks; bf16 output, operands out of L2. Nobody has measured them. The same model gives ten
+published times of other kernels on an RTX 5070 Ti, which were known when it was made, and 45 of
+this kernel through the stand-in within 15 % (`tests/gemms/test_model.py`, `perf/NOTES.md`). Most
+clocks are the rated ones, which many cards exceed; no power limit is modelled, which large shapes
+on large cards meet. `python -m cute_fp8 explain M N K --gpu NAME` shows the configurations and what
+limits them.
 
 Per token x per channel:
 

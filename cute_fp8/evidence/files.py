@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_fp8 import kernel_sources
+from cute_fp8.build import kernel_sources
 from cute_fp8.environment import ROOT, commit, environment
 
 if TYPE_CHECKING:

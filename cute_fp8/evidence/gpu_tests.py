@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import cache
+from cute_fp8.build import cache
+from cute_fp8.build.kernel_sources import recorded
 from cute_fp8.environment import ROOT
 from cute_fp8.evidence.archs import kernel_of_tests
-from cute_fp8.kernel_sources import recorded
 
 #: What a test of a GPU is marked with; see ``tests/conftest.py``.
 MARKERS = "gpu or needs_cc"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cute_fp8 import compiler, shipped, workers
+from cute_fp8.build import compiler, shipped, workers
 from cute_fp8.evidence.sass import Code, read_cubin
 from cute_fp8.kernels.config import (
     MAX_WARP_TILE,

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from cute_fp8 import sweep
+from cute_fp8 import timing
 from cute_fp8.environment import ROOT, commit, environment, nvidia_smi
-from cute_fp8.evidence import gpu_tests
+from cute_fp8.evidence import gpu_tests, sweep
 from cute_fp8.evidence.archs import CRUCIAL
 from cute_fp8.evidence.gpu_tests import Data, child_variables
 
@@ -319,7 +319,7 @@ def gpu_seconds(call: Callable[[], object]) -> float:
     """Median duration on the GPU."""
     event: Any = torch.cuda.Event  # untyped in torch
     times = []
-    for turn in range(-sweep.WARM_UP, 15):
+    for turn in range(-timing.WARM_UP, 15):
         begin, end = (event(enable_timing=True) for _ in range(2))
         begin.record()
         call()

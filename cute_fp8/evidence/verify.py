@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cute_fp8 import compiler, shipped
+from cute_fp8.build import compiler, shipped
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.configs import Config
 from cute_fp8.kernels.launch import (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from cute_fp8.gemms.problem import E8M0
 from cute_fp8.models.formats import BLOCK, MXFP8_STATE, SCALES, UNUSED, Found, recognise, take
 from cute_fp8.models.fusing import Fuse, Part, check_fuse
 from cute_fp8.models.fusing import fuse as fuse_layers
@@ -34,7 +35,6 @@ from cute_fp8.models.tensor_files import (
     write_json,
     write_tensors,
 )
-from cute_fp8.problem import E8M0
 from cute_fp8.progress import watched
 
 #: Formats of compressed-tensors that are read.

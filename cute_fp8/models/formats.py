@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_fp8.gemms.problem import E4M3, E8M0
 from cute_fp8.models.modules import SCALE, check_size
 from cute_fp8.models.weights import module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK, dequantize_fp8, dequantize_mxfp8
-from cute_fp8.problem import E4M3, E8M0
 
 SCALE_INV = "weight_scale_inv"
 SCALES = (SCALE, SCALE_INV)

@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 from cute_fp8.arguments import ALIGNMENT
 from cute_fp8.capture import is_capturing
+from cute_fp8.gemms.problem import E8M0
 from cute_fp8.numerics import MX_BLOCK, quantize_fp8
-from cute_fp8.problem import E8M0
 from cute_fp8.producers import quantize_mxfp8
 from cute_fp8.scales import blocked_numel, from_blocked
 

@@ -11,6 +11,7 @@ import cute_fp8
 from cute_fp8.decoder import mlp
 from cute_fp8.decoder.case import DecoderCase, decoder_case
 from cute_fp8.decoder.weights import DecoderConfig
+from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.kernels.mlp_config import (
     MAX_HIDDEN,
     MMA_WARPS,
@@ -21,7 +22,6 @@ from cute_fp8.kernels.mlp_config import (
     shipped_mlps,
 )
 from cute_fp8.kernels.row_config import RowShape
-from cute_fp8.ops import as_bytes
 
 SM90, SM120 = 232_448, 101_376
 
@@ -73,8 +73,8 @@ def test_routes(capability: tuple[int, int] | None, m: int, k: int, taken: str) 
     options = {"capability": capability, "device": "cpu"}
     found = cute_fp8.explain("decoder_mlp", m=m, n=14336, k=k, **options)
     assert found.route is not None and found.route.entry.name == taken
-    if found.route.fused is not None:
-        assert isinstance(found.route.fused, MlpConfig) and found.route.fused.tokens >= m
+    if found.route.block is not None:
+        assert isinstance(found.route.block, MlpConfig) and found.route.block.tokens >= m
 
 
 def test_what_explain_refuses() -> None:

@@ -9,6 +9,7 @@ import cute_fp8
 from cute_fp8.decoder import projection
 from cute_fp8.decoder.case import DecoderCase, decoder_case
 from cute_fp8.decoder.weights import DecoderConfig
+from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.kernels.projection_config import (
     MAX_K,
     ROWS,
@@ -18,7 +19,6 @@ from cute_fp8.kernels.projection_config import (
     room_for,
     shipped_projections,
 )
-from cute_fp8.ops import as_bytes
 
 SM90, SM120 = 232_448, 101_376
 
@@ -59,8 +59,8 @@ def test_routes(capability: tuple[int, int] | None, m: int, k: int, taken: str) 
     options = {"capability": capability, "device": "cpu"}
     found = cute_fp8.explain("projection", m=m, n=6144, k=k, **options)
     assert found.route is not None and found.route.entry.name == taken
-    if found.route.fused is not None:
-        assert isinstance(found.route.fused, ProjectionConfig) and found.route.fused.rows >= m
+    if found.route.block is not None:
+        assert isinstance(found.route.block, ProjectionConfig) and found.route.block.rows >= m
 
 
 @pytest.mark.parametrize("m", [4, 5])

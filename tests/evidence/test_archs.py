@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import environment, kernel_sources, shipped
+from cute_fp8 import environment
+from cute_fp8.build import kernel_sources, shipped
 from cute_fp8.dispatch import TABLE, Entry, _always
 from cute_fp8.evidence import archs, verify
 from cute_fp8.evidence.archs import (

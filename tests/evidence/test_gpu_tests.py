@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cute_fp8 import kernel_sources
+from cute_fp8.build import kernel_sources
 from cute_fp8.dispatch import TABLE
 from cute_fp8.evidence import archs, gpu_tests
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_fp8 import cli, kernel_sources, sweep
-from cute_fp8.evidence import archs, gpu_tests, validate
+from cute_fp8 import cli
+from cute_fp8.build import kernel_sources
+from cute_fp8.evidence import archs, gpu_tests, sweep, validate
 from cute_fp8.evidence.files import load
 
 

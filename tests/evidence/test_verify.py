@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from cute_fp8 import cli, shipped
+from cute_fp8 import cli
+from cute_fp8.build import shipped
 from cute_fp8.evidence import verify
 from cute_fp8.evidence.verify import build_ptx, check_ptx, launch_of, verify_kernel
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, RelayoutConfig, TileConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cute_fp8.cache_key import Key
+from cute_fp8.build.cache_key import Key
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig
 from cute_fp8.kernels.tiles import TILE_64x64
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cute_fp8
-from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case
+from cute_fp8.gemms.case import GemmCase, exact_case, gemm_case
 from cute_fp8.kernels.config import ACTIVATIONS
 from cute_fp8.testing import KINDS
 

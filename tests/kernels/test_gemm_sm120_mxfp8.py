@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import cute_fp8
-from cute_fp8 import compiler
-from cute_fp8.cute_backend import ScaleBlocks
-from cute_fp8.gemm_case import GemmCase, mxfp8_case, poisoned_blocks
+from cute_fp8.build import compiler
+from cute_fp8.gemms.case import GemmCase, mxfp8_case, poisoned_blocks
+from cute_fp8.gemms.launch import ScaleBlocks
 from cute_fp8.kernels.config import ACTIVATIONS
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.numerics import quantize_mxfp8

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8.choice import Choice
 from cute_fp8.gating import split_gate_up
-from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case, mxfp8_case
+from cute_fp8.gemms.case import GemmCase, exact_case, gemm_case, mxfp8_case
+from cute_fp8.gemms.choice import Choice
 from cute_fp8.kernels.config import EpilogueConfig, GemmConfig, TileConfig
 from cute_fp8.kernels.tiles import TILES
 from cute_fp8.numerics import quantize_mxfp8

@@ -13,7 +13,7 @@ from gemm_bodies import BF16, FP16, FP32, edges
 import cute_fp8
 from cute_fp8.dispatch import explain
 from cute_fp8.gating import interleave_gate_up
-from cute_fp8.gemm_case import GemmCase, exact_case, gemm_case
+from cute_fp8.gemms.case import GemmCase, exact_case, gemm_case
 from cute_fp8.kernels.tiles_sm90 import TILES_SM90
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs_cc(9)]

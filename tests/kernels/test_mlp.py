@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import fused, fused_backend, workspace
+from cute_fp8 import workspace
+from cute_fp8.decoder import lookup, problem
 from cute_fp8.decoder.case import DecoderCase, decoder_case, mlp_errors
 from cute_fp8.decoder.weights import DecoderConfig
 from cute_fp8.testing import TIER_KINDS
@@ -26,8 +27,8 @@ SIZES = (SMALL, (1024, 4096), (4096, 14336), (16, 16), (400, 1040), (2064, 48), 
 @pytest.fixture(autouse=True)
 def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper, too, where many tokens are launched in parts."""
-    monkeypatch.setattr(fused, "most_tokens", lambda hopper: fused.MOST_TOKENS)
-    monkeypatch.setattr(fused_backend, "_kernels", {})
+    monkeypatch.setattr(problem, "most_tokens", lambda hopper: problem.MOST_TOKENS)
+    monkeypatch.setattr(lookup, "_kernels", {})
 
 
 def arch() -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import fused, fused_backend, testing
-from cute_fp8.decoder import projection
+from cute_fp8 import testing
+from cute_fp8.decoder import lookup, problem, projection
 from cute_fp8.decoder.case import ProjectionCall
 from cute_fp8.decoder.projection import Projected
 from cute_fp8.decoder.weights import Projection, project
@@ -81,8 +81,8 @@ def check(case: ProjectionCall) -> Projected:
 @pytest.fixture(autouse=True)
 def _every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper, too, where more of them, and large weights, are launched in parts."""
-    monkeypatch.setattr(fused, "faster_on_hopper", lambda m, n, k: True)
-    monkeypatch.setattr(fused_backend, "_kernels", {})
+    monkeypatch.setattr(problem, "faster_on_hopper", lambda m, n, k: True)
+    monkeypatch.setattr(lookup, "_kernels", {})
 
 
 @pytest.fixture(params=[True, False], ids=["norm", "residual"])
@@ -234,7 +234,7 @@ def test_torch_compile(norm: bool) -> None:
 def test_what_goes_in_parts(launched: Callable[..., list[str]]) -> None:
     few = case_of(4, *SMALL, norm=True)
     single = few._replace(rows=few.rows.float())
-    for case in (case_of(fused.MOST_PROJECTED + 1, *SMALL, norm=True), single):
+    for case in (case_of(problem.MOST_PROJECTED + 1, *SMALL, norm=True), single):
         case.run()
         assert len(launched(case.run)) > 1
     with cute_fp8.use(backend="reference"):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import row_reference
 from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.row_case import RowCase, errors, row_case
-from cute_fp8.rows import KERNEL_OPS, OPS, RowInputs, check_rows, result_names
+from cute_fp8.rows.case import RowCase, errors, row_case
+from cute_fp8.rows.problem import KERNEL_OPS, OPS, RowInputs, check_rows, result_names
+from cute_fp8.rows.reference import quantised
 from cute_fp8.testing import KINDS
 
 pytestmark = pytest.mark.gpu
@@ -145,7 +145,7 @@ def test_every_pair_of_an_element_and_an_amax(dtype: torch.dtype) -> None:
         x = torch.where(x.abs() > amax, amax, x)
         x = torch.cat([x, amax.expand(-1, 16)], dim=1)
         codes, scales = cute_fp8.quantize_fp8_activations(x)
-        want = row_reference.quantised(row_case("quantize", 1, 32).options, x)
+        want = quantised(row_case("quantize", 1, 32).options, x)
         assert torch.equal(as_bytes(scales), as_bytes(want[1]))
         assert torch.equal(as_bytes(codes), as_bytes(want[0]))
 
@@ -165,7 +165,7 @@ def test_fp32_quotients_next_to_every_tie() -> None:
         padding = amax.expand(-1, -near.shape[1] % 16 or 16)
         x = torch.cat([near * signs, padding], dim=1).cuda()
         got = cute_fp8.quantize_fp8_activations(x)
-        want = row_reference.quantised(row_case("quantize", 1, 32).options, x)
+        want = quantised(row_case("quantize", 1, 32).options, x)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(as_bytes(a), as_bytes(b))
 
@@ -259,7 +259,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     x.view(-1).random_(-100, 100)
     codes, scales = cute_fp8.quantize_fp8_activations(x)
     for row in (0, m // 2, m - 1):
-        want = row_reference.quantised(row_case("quantize", 1, 32).options, x[row : row + 1])
+        want = quantised(row_case("quantize", 1, 32).options, x[row : row + 1])
         assert torch.equal(as_bytes(codes[row]), as_bytes(want[0][0]))
         assert scales[row] == want[1][0]
 

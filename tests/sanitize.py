@@ -50,7 +50,9 @@ def hopper_cases(tile: HopperTile, fast: bool) -> Iterator[GemmCase]:
     """The same for a tile of Hopper's, every chain of k-tiles among it; outputs of 32 bits from
     registers, of 16 through boxes where it has some. A cluster that splits K has one tile each.
     """
-    m, n = 2 * tile.m + 1, 4 * tile.n + 8
+    # Two tiles for each of two CTAs; more where several turns are taken, for these tools are slow.
+    turns = 1 + (tile.pingpong or tile.dynamic)
+    m, n = turns * tile.m + 1, turns * tile.n + 8
     k = (max(tile.stages, sum(tile.links(fast))) + 1) * tile.k + 32
     options = {"fast_accum": fast}
     case = exact_case(m, n, k, bias=torch.float32, residual=torch.float32)

@@ -105,7 +105,8 @@ def decoder_block(
     inputs = RopeInputs(qkv, cos, sin, weights.q_norm, weights.k_norm)
     slots = cache.slots(tokens) if isinstance(cache, KVCache) else None
     grouped = not config.causal and cache is None and attention_mask is None
-    grouped = grouped and 1 < tokens <= MOST_GROUPED
+    # An exported program has other numbers of tokens, too.
+    grouped = grouped and not torch.compiler.is_exporting() and 1 < tokens <= MOST_GROUPED
     q, k, v = rope_append(inputs, config.columns, config.eps, slots, grouped)
     keys, values = k, v
     if isinstance(cache, KVCache):

@@ -12,7 +12,7 @@ from cute_fp8.api import gemm, gemm_gated
 from cute_fp8.arguments import is_plain
 from cute_fp8.build import compiler
 from cute_fp8.decoder.lookup import kernel_of
-from cute_fp8.decoder.problem import MOST_TOKENS, mlp_problem
+from cute_fp8.decoder.problem import MOST_TOKENS, may_be_few, mlp_problem
 from cute_fp8.decoder.weights import DecoderWeights, Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
@@ -85,7 +85,7 @@ def in_parts(
 
 def _few(rows: Tensor) -> bool:
     """Whether there may be a kernel, as far as tracing can know."""
-    return rows.is_cuda and 0 < rows.shape[0] <= MOST_TOKENS
+    return rows.is_cuda and may_be_few(rows.shape[0], MOST_TOKENS)
 
 
 def _kernel(rows: Tensor, norm: Tensor, ffn: int) -> compiler.Kernel | None:

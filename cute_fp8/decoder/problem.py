@@ -66,6 +66,15 @@ class BlockProblem:
         return replace(self.configure(sms, smem_limit), pdl=pdl).check()
 
 
+def may_be_few(m: int, most: int) -> bool:
+    """Whether so many tokens may have one launch, as far as tracing can know.
+
+    An exported program is for any number that its sizes allow, and asking here would fix it: its
+    ops ask when they run.
+    """
+    return torch.compiler.is_exporting() or 0 < m <= most
+
+
 def refusal(problem: BlockProblem) -> str | None:
     """Why a problem has no kernel, as an entry of the table says it."""
     return problem.refusal

@@ -17,7 +17,7 @@ from cute_fp8.api import gemm
 from cute_fp8.arguments import is_plain
 from cute_fp8.build import compiler
 from cute_fp8.decoder.lookup import kernel_of
-from cute_fp8.decoder.problem import MOST_PROJECTED, projection_problem
+from cute_fp8.decoder.problem import MOST_PROJECTED, may_be_few, projection_problem
 from cute_fp8.decoder.weights import Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
@@ -39,8 +39,7 @@ def norm_project(rows: Tensor, norm: Tensor, eps: float, w: Projection, variant:
 
 def few(rows: Tensor, variant: str) -> bool:
     """Whether there may be a kernel for rows ``[M, K]``, as far as tracing can know."""
-    m: int = rows.shape[0]
-    return rows.is_cuda and variant == "per_token" and 0 < m <= MOST_PROJECTED
+    return rows.is_cuda and variant == "per_token" and may_be_few(rows.shape[0], MOST_PROJECTED)
 
 
 def project(rows: Tensor, w: Projection, residual: Tensor) -> Projected:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_fp8.build.compiler import Kernel
 from cute_fp8.gemms.launch import scratch_words
 from cute_fp8.kernels.config import MMA_K, RelayoutConfig
+from cute_fp8.kernels.config_sm90 import HopperTile
 from cute_fp8.kernels.configs import AnyGemm, Config
 from cute_fp8.kernels.mlp_config import HIDDEN_MULTIPLE, WORKSPACE_WORDS, MlpConfig
 from cute_fp8.kernels.projection_config import ProjectionConfig
@@ -59,7 +60,8 @@ def _gemm(config: AnyGemm, zeros: Zeros) -> Arguments:
         zeros.blocks(m) if epilogue.mx else None,
         zeros(torch.int32, words) if words else None,
         1 if config.split_k else None,
-        1,
+        # Multiprocessors: as many as a cluster takes.
+        config.tile.cluster if isinstance(config.tile, HopperTile) else 1,
     )
 
 

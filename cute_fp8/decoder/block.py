@@ -105,8 +105,8 @@ def decoder_block(
     inputs = RopeInputs(qkv, cos, sin, weights.q_norm, weights.k_norm)
     slots = cache.slots(tokens) if isinstance(cache, KVCache) else None
     grouped = not config.causal and cache is None and attention_mask is None
-    # An exported program has other numbers of tokens, too.
-    grouped = grouped and not torch.compiler.is_exporting() and 1 < tokens <= MOST_GROUPED
+    # What is exported for any number of tokens would be fixed to a few by asking.
+    grouped = grouped and isinstance(tokens, int) and 1 < tokens <= MOST_GROUPED
     q, k, v = rope_append(inputs, config.columns, config.eps, slots, grouped)
     keys, values = k, v
     if isinstance(cache, KVCache):

@@ -66,13 +66,12 @@ class BlockProblem:
         return replace(self.configure(sms, smem_limit), pdl=pdl).check()
 
 
-def may_be_few(m: int, most: int) -> bool:
+def may_be_few(m: int | torch.SymInt, most: int) -> bool:
     """Whether so many tokens may have one launch, as far as tracing can know.
 
-    An exported program is for any number that its sizes allow, and asking here would fix it: its
-    ops ask when they run.
+    What is exported for any number would be fixed to a few by asking: its ops ask when they run.
     """
-    return torch.compiler.is_exporting() or 0 < m <= most
+    return not isinstance(m, int) or 0 < m <= most
 
 
 def refusal(problem: BlockProblem) -> str | None:

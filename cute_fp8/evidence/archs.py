@@ -6,8 +6,9 @@ Evidence is what ``cute_fp8/evidence/files.py`` finds in ``perf/results``.
 
 A kernel counts as run on an architecture if one validation on a GPU of that very compute capability
 has its tests passing (``tests/kernels/test_<kernel>*.py``), no other test failing but another
-kernel's, no complaint of the sanitizer, and the tier's checks passing through the kernel's own
-route. Natively it is *measured* if the sweep also timed it there and found the result right.
+kernel's or a layer's that is built on it (:data:`LAYERS`), no complaint of the sanitizer, and the
+tier's checks passing through the kernel's own route. Natively it is *measured* if the sweep also
+timed it there and found the result right.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ Written by `make archs` from the dispatch table and the evidence listed below; n
 one of these words per cell:
 
 * **measured**: run natively on that architecture, correctness and speed, by a `python -m cute_fp8
-  validate` that passed. Timings alone, of checked results, are listed below and fill no cell.
+  validate` whose tests passed: the kernel's own, and all others but other kernels' and those of the
+  decoder block and of models, which count for the decoder's kernels. What failed is listed below.
+  Timings alone, of checked results, are listed, too, and fill no cell.
 * **run through the stand-in**: the kernel's own code compiled for sm_90a with one instruction
   replaced, and tested on a Hopper GPU: loads, barriers, `ldmatrix`, schedule, epilogue. Not shown
   by it: the block-scaled instruction's numerics, and any speed.
@@ -180,6 +183,13 @@ def _age(which: Iterable[Evidence], entry: Entry) -> str:
     return "" if any(e.is_current(entry.kernel) for e in which) else EARLIER
 
 
+#: Folders of tests about what is built on kernels, with the kernels that are theirs alone.
+LAYERS: dict[str, frozenset[str]] = {
+    "decoder": frozenset({"mlp", "projection", "rope_append"}),
+    "models": frozenset({"mlp", "projection", "rope_append"}),
+}
+
+
 def _validated(
     evidence: Iterable[Evidence], entry: Entry, capability: Capability, kernels: set[str]
 ) -> Found | None:
@@ -203,7 +213,8 @@ def is_validated(
     own, shared = 0, 0
     for module, counts in evidence.get("tests", dict).items():
         owner = kernel_of_tests(module, kernels)
-        if owner in (None, entry.kernel):
+        layer = LAYERS.get(next(iter(module.split(".")[1:]), ""), kernels)
+        if owner == entry.kernel or (owner is None and entry.kernel in layer):
             shared += sum(counts.get(bad, 0) for bad in ("failed", "error", "missing"))
         if owner == entry.kernel:
             own += counts.get("passed", 0)

@@ -10,6 +10,7 @@ import torch
 from cute_fp8.build.first_launch import ARGUMENTS, Zeros
 from cute_fp8.build.kernel_sources import digests
 from cute_fp8.build.shipped import shipped_configs
+from cute_fp8.kernels.config_sm90 import HopperConfig
 
 
 def rank(argument: object) -> int | None:
@@ -28,3 +29,12 @@ def test_tensors_where_the_kernel_takes_them(target: str) -> None:
 
 def test_every_kernel_has_arguments() -> None:
     assert ARGUMENTS.keys() == digests().keys()
+
+
+def test_a_cluster_has_room() -> None:
+    """A grid of no cluster is none."""
+    clusters = [c for c in shipped_configs(target="sm_90a") if isinstance(c, HopperConfig)]
+    assert any(config.tile.cluster > 1 for config in clusters)
+    for config in clusters:
+        multiprocessors = ARGUMENTS[config.module](config, Zeros(torch.device("cpu")))[-1]
+        assert multiprocessors >= config.tile.cluster, config.name

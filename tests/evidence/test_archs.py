@@ -204,6 +204,17 @@ def test_what_another_kernel_gets_wrong_is_not_held_against_this_one() -> None:
     assert cell(ROW, (12, 0), [validation(tests=tests)], (*MADE_UP, other)) == MEASURED
 
 
+@pytest.mark.parametrize("layer", ["decoder", "models"])
+def test_what_a_layer_gets_wrong_is_held_against_its_own_kernels(layer: str) -> None:
+    failing = {f"tests.{layer}.test_tracing": {"failed": 1}}
+    assert look((12, 0), validation(tests={**GOOD["tests"], **failing})) == MEASURED
+    mlp = next(entry for entry in TABLE if entry.kernel == "mlp")
+    passing = {**GOOD["tests"], "tests.kernels.test_mlp": {"passed": 3}}
+    for tests, good in ((passing, True), ({**passing, **failing}, False)):
+        found = validation(tests=tests, meta={**GOOD["meta"], "kernels": kernel_sources.as_line()})
+        assert archs.is_validated(found, mlp, (12, 0), {"mlp", "gemm_x"}) is good
+
+
 def test_a_peripheral_step_that_broke_off_is_not_held_against_it() -> None:
     assert look((12, 0), validation(errors={"host_us": "RuntimeError"})) == MEASURED
 

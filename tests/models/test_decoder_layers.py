@@ -152,6 +152,8 @@ def test_tracing(device: str) -> None:
 @torch.no_grad()
 def test_export(device: str) -> None:
     """One program for prompts of any length."""
+    if device == "cuda" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11's exporter cannot prove that 32 * tokens <= 64 * tokens")
     fused = converted("Qwen3", True, device)
     dim = torch.export.Dim("tokens", min=2, max=512)
     shapes = {"input_ids": {1: dim}, "use_cache": None}

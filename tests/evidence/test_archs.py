@@ -20,6 +20,7 @@ from cute_fp8.evidence.archs import (
     INSPECTED,
     MEASURED,
     NO_EVIDENCE,
+    RUN,
     STAND_IN,
     Row,
     cell,
@@ -115,7 +116,7 @@ def test_archs_md_is_up_to_date() -> None:
     assert archs.ARCHS.read_text(encoding="utf-8") == render(), "stale: run `make archs`"
 
 
-def test_every_cell_says_one_of_four_things() -> None:
+def test_every_cell_says_one_of_five_things() -> None:
     """A kernel that nothing is shown of must not be committed."""
     evidence = load()
     for row in rows():
@@ -123,7 +124,8 @@ def test_every_cell_says_one_of_four_things() -> None:
             found = cell(row, capability, evidence)
             assert found != NO_EVIDENCE, f"{row} on {name}: run `make inspect archs`"
             found = found.removesuffix(EARLIER)
-            assert found in (MEASURED, STAND_IN, INSPECTED) or found.startswith("falls back to ")
+            words = (MEASURED, RUN, STAND_IN, INSPECTED)
+            assert found in words or found.startswith("falls back to ")
             assert found != "falls back to nothing", f"{row} on {name}"
 
 
@@ -184,9 +186,7 @@ def test_a_passing_validation_on_the_gpu_itself_is_a_measurement() -> None:
         {"covers": [{"op": "gemm", "variant": "per_token", "route": "torch:rowwise"}]},
         {"sanitizer": {"racecheck": {"clean": False}}},
         {"errors": {"rows": "RuntimeError: out of memory"}},
-        {"rows": []},
         {"rows": [{**GOOD["rows"][0], "failed": "wrong"}]},
-        {"rows": [{**GOOD["rows"][0], "route": "torch:rowwise"}]},
         {"meta": {"gpu": "NVIDIA GeForce RTX 5090"}},
         {"meta": {"capability": "12.1"}},
         {"kind": "sweep"},
@@ -196,6 +196,11 @@ def test_a_passing_validation_on_the_gpu_itself_is_a_measurement() -> None:
 def test_anything_less_is_none(changes: dict[str, Any]) -> None:
     assert look((12, 0), validation(**changes)) == NO_EVIDENCE
     assert look((12, 0), validation(**changes), inspection()) == INSPECTED
+
+
+@pytest.mark.parametrize("rows", [[], [{**GOOD["rows"][0], "route": "torch:rowwise"}]])
+def test_what_was_not_timed_has_run(rows: list[Any]) -> None:
+    assert look((12, 0), validation(rows=rows), inspection()) == RUN
 
 
 def test_what_another_kernel_gets_wrong_is_not_held_against_this_one() -> None:
@@ -395,7 +400,7 @@ def test_main_needs_a_checkout(
 ) -> None:
     monkeypatch.setattr(archs, "ROOT", tmp_path)
     assert archs.main() == 2
-    assert capsys.readouterr().err.startswith("cute_fp8.archs: got an installed package")
+    assert capsys.readouterr().err.startswith("cute_fp8.evidence.archs: got an installed package")
 
 
 def test_main_writes_what_render_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,35 +42,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cute_fp8", description="FP8 GEMMs for sm_120 and sm_121."
+        prog="python -m cute_fp8",
+        description="FP8 GEMMs, and what feeds them, for sm_120, sm_121 and Hopper.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
     info = commands.add_parser(
         "info", help="versions, GPUs, driver, installation, cache and the dispatch table"
     )
-    info.add_argument("--json", action="store_true")
+    info.add_argument("--json", action="store_true", help="without the table, as JSON")
     info.set_defaults(run=_info)
 
-    explain = commands.add_parser("explain", help="which route a GEMM takes, and why")
-    for name in ("m", "n", "k"):
-        explain.add_argument(name, type=int)
+    explain = commands.add_parser("explain", help="which route a call takes, and why")
+    explain.add_argument(
+        "sizes", type=int, nargs="+", metavar="SIZE", help="M N K of a GEMM, M K of a producer"
+    )
+    explain.add_argument("--op", default="gemm", choices=dispatch.OPS)
     explain.add_argument(
         "--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0"
     )
     explain.add_argument("--gpu", help="one that need not be here, e.g. 'RTX 5090'")
-    explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
-    explain.add_argument("--backend", choices=settings.BACKENDS)
+    explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8", "any"))
+    explain.add_argument("--backend", choices=settings.BACKENDS, help="as if pinned by use()")
     explain.add_argument("--config", help="a pinned configuration, by name")
     explain.set_defaults(run=_explain)
 
     tune = commands.add_parser(
         "autotune", help="time the best few configurations of a GEMM here, keep the fastest"
     )
-    for name in ("m", "n", "k"):
-        tune.add_argument(name, type=int)
+    for name, what in (("m", "tokens"), ("n", "output channels"), ("k", "what is summed over")):
+        tune.add_argument(name, type=int, help=what)
     tune.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
-    tune.add_argument("--backend", choices=settings.BACKENDS)
+    tune.add_argument("--backend", choices=settings.BACKENDS, help="as if pinned by use()")
     tune.add_argument("--best", type=int, default=BEST, help="how many configurations to time")
     tune.set_defaults(run=_autotune)
 
@@ -104,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", action="append", required=True, metavar="ARCH", help=", ".join(TARGETS)
     )
     verify.add_argument("--ops", help="a glob over kernel names")
-    verify.add_argument("--json", action="store_true")
+    verify.add_argument("--json", action="store_true", help="the data, as in perf/results/sm_120a")
     verify.set_defaults(run=_verify)
 
     _add_convert(
@@ -126,8 +129,9 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
         "target", metavar="OUT", help="a new folder, or one that an interrupted run has left"
     )
     convert.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8"))
-    convert.add_argument("--include", action="append", default=[], metavar="GLOB")
-    convert.add_argument("--exclude", action="append", default=[], metavar="GLOB")
+    for which, what in (("include", "only layers"), ("exclude", "no layers")):
+        text = f"{what} of such names; may be repeated"
+        convert.add_argument(f"--{which}", action="append", default=[], metavar="GLOB", help=text)
     convert.add_argument("--json", metavar="FILE", help="also write the report as JSON")
     convert.add_argument("--plot", metavar="FILE", help="also draw it into a PNG")
     convert.set_defaults(run=_convert)
@@ -152,12 +156,14 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    if len(options.sizes) not in (2, 3):
+        raise ValueError(f"sizes: got {len(options.sizes)}, must be M N K, or M K of a producer")
     with settings.use(config=options.config):
         explanation = dispatch.explain(
-            "gemm",
-            m=options.m,
-            n=options.n,
-            k=options.k,
+            options.op,
+            m=options.sizes[0],
+            n=options.sizes[1] if len(options.sizes) == 3 else None,
+            k=options.sizes[-1],
             capability=options.capability,
             gpu=options.gpu,
             variant=options.variant,

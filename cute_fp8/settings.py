@@ -14,10 +14,13 @@ BACKENDS = ("auto", "cute", "stand-in", "torch", "reference")
 
 
 class Settings(NamedTuple):
-    """backend: one of :data:`BACKENDS`.
+    """What is pinned.
 
-    Choice: a pinned kernel configuration, or None for the selection's. Pdl: whether producers are
-    launched while the kernel before them ends.
+    Attributes:
+        backend: one of :data:`BACKENDS`.
+        choice: a kernel configuration, or None for the selection's.
+        pdl: whether all kernels but GEMMs are launched while the kernel before them ends; GEMMs are
+            as their configuration says.
     """
 
     backend: str
@@ -59,9 +62,10 @@ def use(
             testing it there), ``torch`` or ``reference``. None leaves it as it is.
         config: a tile, a choice or its name as ``explain`` prints it, e.g.
             ``64x64x128_s6_w2x2/split4``; for CuTe kernels only. None leaves it.
-        pdl: launch the producers' kernels, from compute capability 9.0 on, while the kernel before
-            them ends (programmatic dependent launch); they wait for its results. On unless it is
-            turned off. None leaves it.
+        pdl: launch the producers' kernels and the decoder's, from compute capability 9.0 on, while
+            the kernel before them ends (programmatic dependent launch); they wait for its results.
+            On unless it is turned off. None leaves it. GEMMs are launched so on Hopper, and where
+            their configuration's name ends in ``/pdl``.
 
     Raises:
         TypeError: pdl is no bool.

@@ -1,4 +1,4 @@
-"""The pages under docs/: every Python example runs, every link leads somewhere."""
+"""README's one example runs; of the pages under docs/ all do, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+
+
+def test_the_one_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    exec(compile(example, "README.md", "exec"), {"__name__": "page"})
+    verdict, explanation = capsys.readouterr().out.split("\n", 1)
+    assert "FAILS" not in verdict and "takes   cute:gemm_sm120" in explanation
 
 
 def test_every_page_is_in_the_navigation() -> None:

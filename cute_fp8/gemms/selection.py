@@ -75,7 +75,8 @@ class Selection:
         others = [r for r in self.ranking if r.pick != self.chosen.pick][:RUNNERS_UP]
         rows = [_COLUMNS, *(ranked.cells() for ranked in (self.chosen, *others))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        head = f"{_WHY[self.reason]}; predicted times, {self.gpu.name}:"
+        times = f"predicted times (a split ranks as {SPLIT_MARGIN:.0%} slower)"
+        head = f"{_WHY[self.reason]}; {times}, {self.gpu.name}:"
         return [head, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 

@@ -28,7 +28,7 @@ from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.rows import problem as rows
 from cute_fp8.rows import view as row_view
 from cute_fp8.rows.problem import RowProblem
-from cute_fp8.settings import Settings
+from cute_fp8.settings import Settings, check_backend, current
 from cute_fp8.targets import Capability, capability_of_device, check_capability, target_of
 
 SM120_TARGETS = ("sm_120a", "sm_121a")
@@ -358,8 +358,6 @@ def explain(
         TypeError, ValueError: an unknown op, variant, GPU or backend; or what ``gemm`` would
             refuse.
     """
-    from cute_fp8.settings import check_backend, current
-
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, must be one of {', '.join(OPS)}")
     variants = tuple(dict.fromkeys(entry.variant for entry in TABLE if entry.op == op))

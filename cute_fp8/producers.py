@@ -69,6 +69,13 @@ def quantize_mxfp8(x: Tensor, *, blocked: bool = False, out: Out = None) -> tupl
     return codes, scales
 
 
+def quantize_input(x: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """A layer's input as codes and scales, in the form that costs a GEMM no further launch."""
+    if variant == "mxfp8":
+        return quantize_mxfp8(x, blocked=True)
+    return quantize_fp8_activations(x)
+
+
 def rmsnorm_quantize(
     x: Tensor,
     weight: Tensor,

@@ -17,6 +17,7 @@ import cute_fp8
 from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.models import modules
 from cute_fp8.models.modules import VARIANTS
+from cute_fp8.producers import quantize_input
 from cute_fp8.testing import inputs
 
 N, K = 48, 96
@@ -94,7 +95,7 @@ def test_codes_and_scales_are_taken_as_they_are(form: str) -> None:
         scale = scale[:1] if form == "one" else scale.view(shape)
     layer = cute_fp8.Linear.from_quantized(codes, scale)
     assert layer.weight.data_ptr() == codes.data_ptr()
-    xq, sx = modules.quantize_input(tokens(4), layer.variant)
+    xq, sx = quantize_input(tokens(4), layer.variant)
     assert torch.equal(layer(tokens(4)), cute_fp8.gemm(xq, sx, codes, scale))
 
 

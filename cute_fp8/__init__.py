@@ -16,8 +16,7 @@ from cute_fp8.dispatch import dispatch_table, explain
 from cute_fp8.frozen import freeze_scales
 from cute_fp8.gating import interleave_gate_up
 from cute_fp8.gemms import ops as _ops  # noqa: F401  (registers torch.ops.cute_fp8)
-from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
-from cute_fp8.models.modules import Linear
+from cute_fp8.models.linear import Linear
 from cute_fp8.numerics import (
     FP8_MAX,
     dequantize_fp8,
@@ -34,6 +33,7 @@ from cute_fp8.producers import (
     rmsnorm_quantize,
     silu_mul_quantize,
 )
+from cute_fp8.reference_linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.rows import ops as _row_ops  # noqa: F401
 from cute_fp8.scales import from_blocked, to_blocked
 from cute_fp8.settings import use

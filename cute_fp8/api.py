@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_fp8.arguments import PLAIN as _PLAIN
 from cute_fp8.arguments import PLAIN_OR_NONE as _PLAIN_OR_NONE
 from cute_fp8.arguments import foreign_modes, is_plain
+from cute_fp8.gemms import ops as _ops
 from cute_fp8.gemms.plan import launchers, run_gemm, short_key
 from cute_fp8.gemms.problem import E4M3, Operands, check_gemm, check_grad
 from cute_fp8.settings import current as current_settings
@@ -148,8 +149,6 @@ def _call_op(
     gated: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Through ``torch.library``, for tracing, subclasses and modes."""
-    from cute_fp8.gemms import ops
-
     out = operands.out
     if _is_compiling():
         # The ops' fake kernels check, on symbolic sizes, all that the ops are told.
@@ -158,7 +157,7 @@ def _call_op(
             raise TypeError(f"out: got {out.dtype}, must be {out_dtype}")
     else:
         check_gemm(operands, activation, out_dtype, fast_accum, gated)
-    xq, sx, wq, sw = map(ops.as_bytes, operands[:4])
+    xq, sx, wq, sw = map(_ops.as_bytes, operands[:4])
     arguments = (xq, sx, wq, sw, operands.bias, operands.residual, activation, gated)
     if out is not None:
         torch.ops.cute_fp8.gemm_out(*arguments, fast_accum, out)

@@ -14,21 +14,28 @@ from typing import Any
 import torch
 
 from cute_fp8 import gpus
-from cute_fp8.decoder import problem as blocks
-from cute_fp8.decoder.problem import BlockProblem
+from cute_fp8.decoder import problem as block_problem
+from cute_fp8.decoder.problem import (
+    BlockProblem,
+    mlp_refusal,
+    mlp_refusal_on_hopper,
+    projection_refusal,
+    projection_refusal_on_hopper,
+)
+from cute_fp8.gemms import problem as gemm_problem
 from cute_fp8.gemms import torch_backend
 from cute_fp8.gemms.choice import Pick
-from cute_fp8.gemms.problem import E4M3, E8M0, GemmProblem, Operands, check_gemm
+from cute_fp8.gemms.problem import GemmProblem, check_gemm
 from cute_fp8.gemms.selection import Selection, select_config
 from cute_fp8.kernels.config import SMEM_LIMIT_SM120
 from cute_fp8.kernels.config_sm90 import SMEM_LIMIT_SM90
 from cute_fp8.kernels.configs import FusedConfig
 from cute_fp8.kernels.row_config import RowConfig
-from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.rows import problem as rows
+from cute_fp8.rows import problem as row_problem
+from cute_fp8.rows import selection as row_selection
 from cute_fp8.rows import view as row_view
 from cute_fp8.rows.problem import RowProblem
-from cute_fp8.settings import Settings
+from cute_fp8.settings import Settings, check_backend, current
 from cute_fp8.targets import Capability, capability_of_device, check_capability, target_of
 
 SM120_TARGETS = ("sm_120a", "sm_121a")
@@ -41,7 +48,6 @@ TORCH_MXFP8 = ((10, None), (12, None))
 ROW_KERNELS = ((8, 9), (9, 0), (10, 0), (12, None))
 ROW_TARGETS = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a", "sm_120f")
 ANY = None
-
 
 Problem = GemmProblem | RowProblem | BlockProblem
 
@@ -74,6 +80,11 @@ class Entry:
     def name(self) -> str:
         """As ``explain`` prints it."""
         return f"{self.backend}:{self.kernel}"
+
+    def capability_text(self) -> str:
+        """Its capability patterns in words, e.g. ``9.0, 12.x``; ``any`` for every device."""
+        patterns = self.capabilities or ()
+        return ", ".join(f"{a}.{'x' if b is None else b}" for a, b in patterns) or "any"
 
     def serves(self, capability: Capability | None) -> bool:
         """Whether a device of this capability (None: no CUDA GPU) is one of the entry's."""
@@ -111,7 +122,13 @@ _BLOCKS = (
     Entry("rope_append", "any", "cute", "rope_append", ROW_KERNELS, _always, ROW_TARGETS),
     Entry("rope_append", "any", "reference", "reference", ANY, _always),
     Entry(
-        "projection", "per_token", "cute", "projection", SM120_FAMILY, blocks.no_room, SM120_TARGETS
+        "projection",
+        "per_token",
+        "cute",
+        "projection",
+        SM120_FAMILY,
+        projection_refusal,
+        SM120_TARGETS,
     ),
     Entry(
         "projection",
@@ -119,12 +136,12 @@ _BLOCKS = (
         "cute",
         "projection",
         HOPPER,
-        blocks.no_room_on_hopper,
+        projection_refusal_on_hopper,
         ("sm_90a",),
     ),
     Entry("projection", "per_token", "reference", "separate_launches", ANY, _always),
-    Entry("decoder_mlp", "per_token", "cute", "mlp", SM120_FAMILY, blocks.refusal, SM120_TARGETS),
-    Entry("decoder_mlp", "per_token", "cute", "mlp", HOPPER, blocks.refusal_on_hopper, ("sm_90a",)),
+    Entry("decoder_mlp", "per_token", "cute", "mlp", SM120_FAMILY, mlp_refusal, SM120_TARGETS),
+    Entry("decoder_mlp", "per_token", "cute", "mlp", HOPPER, mlp_refusal_on_hopper, ("sm_90a",)),
     # Each by its own route.
     Entry("decoder_mlp", "per_token", "reference", "separate_launches", ANY, _always),
 )
@@ -133,7 +150,7 @@ TABLE = (
     *(replace(entry, op="gemm_gated") for entry in _GEMM),
     *(
         replace(entry, op=op, variant=variant)
-        for op in rows.OPS
+        for op in row_problem.OPS
         for variant in ("per_token", "mxfp8")
         for entry in _ROWS
     ),
@@ -257,7 +274,7 @@ def _refusal(
     if settings.backend not in ("auto", entry.backend):
         return f"backend {settings.backend!r} was asked for"
     if not entry.serves(capability):
-        wanted = ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
+        wanted = entry.capability_text()
         if capability is None:
             return f"no CUDA GPU, must be of compute capability {wanted}"
         return f"compute capability is {capability[0]}.{capability[1]}, must be {wanted}"
@@ -277,7 +294,7 @@ def _route(
         return Route(entry)
     pdl = settings.pdl and capability >= (9, 0)
     if isinstance(problem, RowProblem):
-        return Route(entry, target_of(capability), rows=row_view.config_of(problem, pdl))
+        return Route(entry, target_of(capability), rows=row_selection.config_of(problem, pdl))
     if gpu is None:
         here = capability_of_device(problem.device) == capability
         gpu = gpus.of_device(problem.device) if here else gpus.of_capability(capability)
@@ -297,20 +314,9 @@ class Table:
     def __str__(self) -> str:
         cells = [("op", "variant", "backend", "kernel", "capabilities", "compiled for")]
         for entry in self.rows:
-            capabilities = (
-                ", ".join(f"{a}.{'x' if b is None else b}" for a, b in entry.capabilities or ())
-                or "any"
-            )
-            cells.append(
-                (
-                    entry.op,
-                    entry.variant,
-                    entry.backend,
-                    entry.kernel,
-                    capabilities,
-                    ", ".join(entry.targets) or "-",
-                )
-            )
+            named = (entry.op, entry.variant, entry.backend, entry.kernel)
+            targets = ", ".join(entry.targets) or "-"
+            cells.append((*named, entry.capability_text(), targets))
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         return "\n".join(
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
@@ -358,8 +364,6 @@ def explain(
         TypeError, ValueError: an unknown op, variant, GPU or backend; or what ``gemm`` would
             refuse.
     """
-    from cute_fp8.settings import check_backend, current
-
     if op not in OPS:
         raise ValueError(f"op: got {op!r}, must be one of {', '.join(OPS)}")
     variants = tuple(dict.fromkeys(entry.variant for entry in TABLE if entry.op == op))
@@ -369,17 +373,17 @@ def explain(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     problem: Problem
-    if op in rows.OPS:
+    if op in row_problem.OPS:
         if m < 0 or k <= 0 or n is not None:
             got = f"{m}, {k}" if n is None else f"{m}, {k} and n {n}"
             raise ValueError(f"m, k: got {got}, must be sizes (m may be 0), without n")
         problem = row_view.without_data(op, m, k, variant, residual is not None)
-    elif op in blocks.OPS:
-        problem = blocks.without_data(op, m, n, k, device)
+    elif op in block_problem.OPS:
+        problem = block_problem.without_data(op, m, n, k, device)
     else:
         if n is None or m < 0 or n <= 0 or k <= 0:
             raise ValueError(f"m, n, k: got {m}, {n}, {k}, must be sizes (m may be 0)")
-        operands = _without_data(m, n, k, variant, bias, residual)
+        operands = gemm_problem.without_data(m, n, k, variant, bias, residual)
         gated = op == "gemm_gated"
         problem = check_gemm(operands, activation, out_dtype, fast_accum, gated=gated)
     problem = replace(problem, device=device)
@@ -396,23 +400,3 @@ def explain(
             f"capability: got {capability}, must be {of_gpu.capability}, the {of_gpu.name}'s"
         )
     return walk(problem, of_gpu.capability, settings, of_gpu)
-
-
-def _without_data(
-    m: int, n: int, k: int, variant: str, bias: torch.dtype | None, residual: torch.dtype | None
-) -> Operands:
-    """Contiguous operands that have no memory: what the checks look at, and nothing else."""
-
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    rows: tuple[int, ...] = (k // MX_BLOCK,) if variant == "mxfp8" else ()
-    scale = E8M0 if variant == "mxfp8" else torch.float32
-    return Operands(
-        xq=empty(E4M3, m, k),
-        sx=empty(scale, m, *rows),
-        wq=empty(E4M3, n, k),
-        sw=empty(scale, n, *rows),
-        bias=None if bias is None else empty(bias, n),
-        residual=None if residual is None else empty(residual, m, n),
-    )

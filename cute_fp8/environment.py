@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cute_fp8.build import kernel_sources, wheels
+from cute_fp8.build import cache, kernel_sources, wheels
 from cute_fp8.targets import capability_of_device, target_of
 
 #: A source checkout's root; in an installed package a folder without our tests.
@@ -213,8 +213,6 @@ def info_text(facts: dict[str, Any]) -> str:
 
 def cache_facts() -> dict[str, Any]:
     """Where compiled kernels are kept, how much is there, and how often it helped."""
-    from cute_fp8.build import cache
-
     place = cache.location()
     if place is None:
         return {"place": f"off ({cache.VARIABLE}): kernels are kept in memory only"}

@@ -15,36 +15,11 @@ All of them share these arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import partial
-
 from torch import Tensor
 
-from cute_fp8 import settings
-from cute_fp8.arguments import ALIGNMENT, PLAIN_OR_NONE, watched
-from cute_fp8.dispatch import select
-from cute_fp8.rows import reference
-from cute_fp8.rows.launch import RowKernel
-from cute_fp8.rows.problem import (
-    LAYOUTS,
-    RowInputs,
-    RowOptions,
-    RowProblem,
-    check_out,
-    check_row_grad,
-    check_row_overlap,
-    check_rows,
-)
-from cute_fp8.rows.view import view_of
-
-Out = Sequence[Tensor] | None
-Results = tuple[Tensor, ...]
-Run = Callable[[RowInputs, Out], Results]
-
-#: Plans kept at most; past that, all are dropped and made again as they are met.
-MAX_PLANS = 16_384
-_plans: dict[Hashable, tuple[RowProblem, Run]] = {}
+from cute_fp8.rows.ops import run
+from cute_fp8.rows.plan import Out, Results
+from cute_fp8.rows.problem import LAYOUTS, RowInputs, RowOptions
 
 
 def quantize_fp8_activations(x: Tensor, *, out: Out = None) -> tuple[Tensor, Tensor]:
@@ -92,6 +67,13 @@ def quantize_mxfp8(x: Tensor, *, blocked: bool = False, out: Out = None) -> tupl
     """
     codes, scales = run(RowInputs(x), RowOptions("quantize", "mxfp8", blocked), out)
     return codes, scales
+
+
+def quantize_input(x: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """A layer's input as codes and scales, in the form that costs a GEMM no further launch."""
+    if variant == "mxfp8":
+        return quantize_mxfp8(x, blocked=True)
+    return quantize_fp8_activations(x)
 
 
 def rmsnorm_quantize(
@@ -264,61 +246,3 @@ def _gated(
         raise ValueError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
     op = f"{activation}_mul_quantize"
     return run(RowInputs(gate_up), RowOptions(op, variant, blocked, layout=layout, keep=keep), out)
-
-
-# ------------------------------------------------------------------------------------- running
-
-
-def run(inputs: RowInputs, options: RowOptions, out: Out) -> Results:
-    """Run a producer, through ``torch.library`` for tracing, subclasses and modes."""
-    tensors = inputs if out is None else (*inputs, *out)
-    subclass = any(type(t) not in PLAIN_OR_NONE and isinstance(t, Tensor) for t in tensors)
-    if subclass or watched():
-        from cute_fp8.rows.ops import call
-
-        return call(inputs, options, out)
-    return run_rows(inputs, options, out)
-
-
-def run_rows(inputs: RowInputs, options: RowOptions, out: Out) -> Results:
-    """Run a producer eagerly, with every check."""
-    try:
-        key = (options, settings.current(), *map(_traits, inputs))
-        plan = _plans.get(key)
-    except (AttributeError, RuntimeError, TypeError):
-        # No (strided) tensors, or options that do not hash: the check says which.
-        check_rows(inputs, options)
-        raise
-    if plan is None:
-        plan = _plan(inputs, options)
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    problem, launch = plan
-    check_row_grad(inputs, options)
-    if out is not None:
-        check_out(problem, inputs, out)
-        check_row_overlap(inputs, out)
-    return launch(inputs, out)
-
-
-def _traits(tensor: Tensor | None) -> Hashable:
-    """What decides the kernel: addresses too, as far as they decide how it may read."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
-
-
-def _plan(inputs: RowInputs, options: RowOptions) -> tuple[RowProblem, Run]:
-    problem = check_rows(inputs, options)
-    if problem.m and inputs.x.is_cuda:
-        problem = replace(problem, view=view_of(inputs.x, problem))
-        route = select(problem, settings.current())
-        if route.rows is not None:
-            return problem, RowKernel(problem, route).run
-    return problem, partial(reference.rows, problem)
-
-
-def forget() -> None:
-    """Drop every plan (for tests)."""
-    _plans.clear()

@@ -16,7 +16,9 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from cute_fp8.kernels.config import WORKSPACE_COUNTERS
+from cute_fp8.kernels.config import WORKSPACE_COUNTERS, workspace_words
+from cute_fp8.kernels.config_sm90 import HopperConfig
+from cute_fp8.kernels.configs import AnyGemm
 
 #: Freshly made workspaces are at least this large (4 MB), so that few calls make a larger one.
 _LEAST_WORDS = 1 << 20
@@ -94,3 +96,10 @@ def forget() -> None:
     """Drop every workspace (for tests)."""
     _of_stream.clear()
     _of_capture.clear()
+
+
+def scratch_words(config: AnyGemm, m: int, n: int, splits: int) -> int:
+    """32-bit words of workspace that a launch needs: for split-K, or a counter of tiles."""
+    if isinstance(config, HopperConfig):
+        return int(config.dynamic)
+    return workspace_words(config, m, n, splits) if config.split_k else 0

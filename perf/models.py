@@ -36,6 +36,7 @@ import cute_fp8
 from cute_fp8.build import compiler
 from cute_fp8.environment import commit, environment
 from cute_fp8.targets import target_of
+from cute_fp8.timing import gpu_us
 from perf.encoders import compare_minilm, random_encoder
 from perf.model_cases import BF16, CASES, LARGE, SMALL, Case, distances
 from perf.results_io import Row, save
@@ -140,7 +141,6 @@ class Study:
             start = time.perf_counter()
             call()
             return [(time.perf_counter() - start) * 1e6]
-        event: Any = torch.cuda.Event
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):  # compiles what cannot be compiled during a capture
             call()
@@ -148,16 +148,8 @@ class Study:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        times = []
-        for replay in range(-3, REPLAYS):
-            begin, end = (event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 0:
-                times.append(begin.elapsed_time(end) * 1e3)
-        return times
+        times = [gpu_us(graph.replay) for _ in range(3 + REPLAYS)]
+        return times[3:]  # the first three warm up
 
     # ------------------------------------------------------------------------------- memory
 

@@ -1,7 +1,7 @@
 """The GEMMs of torch that ours are measured against; QuACK's is in ``perf/quack_peer.py``.
 
-Producers and decoder parts have no peers here yet: Inductor's (``inductor``, ``inductor_bf16``,
-``inductor_w8a8``) come with the first of ours.
+Those of the producers and the decoder block are Inductor's: ``inductor``, in ``perf/inductor.py``,
+is timed by ``perf/producers.py``; ``inductor_bf16`` and ``inductor_w8a8`` by ``perf/decoder.py``.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
-"""What importing the package costs and touches, and the command line around it."""
+"""What importing the package costs and touches, and what it exports."""
 
 from __future__ import annotations
 
-import json
-import os
 import pkgutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
+from own_process import python
 
 import cute_fp8
-from cute_fp8 import cli
-from cute_fp8.targets import TARGETS
 
 #: Seconds that the package may take to import when torch is there already.
 IMPORT_SECONDS = 0.2
@@ -46,15 +39,6 @@ if child == 0:
     os._exit(0 if same and not torch.cuda.is_initialized() else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(expected.sum()))
 """
-
-
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, which finds the package where this one did."""
-    path = os.pathsep.join([str(Path(cute_fp8.__file__).parents[1]), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_import_is_quick_and_touches_neither_compiler_nor_gpu() -> None:
@@ -90,113 +74,3 @@ def test_no_module_has_a_public_name() -> None:
     """Importing it would put it in the place of what is public."""
     modules = {module.name for module in pkgutil.iter_modules(cute_fp8.__path__)}
     assert {"gemms", "rows"} <= modules and modules.isdisjoint(cute_fp8.__all__)
-
-
-# ---------------------------------------------------------------------------- command line
-
-
-def test_module_explain() -> None:
-    done = python("-m", "cute_fp8", "explain", "16", "4096", "4096", "--capability", "12.0")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{cute_fp8.explain(m=16, n=4096, k=4096, capability=(12, 0))}\n"
-    assert "cute:gemm_sm120 for sm_120a" in done.stdout
-
-
-def test_module_error() -> None:
-    done = python("-m", "cute_fp8", "compile", "--arch", "sm_120")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"cute_fp8 compile: arch: got 'sm_120', must be one of {', '.join(TARGETS)} "
-        "(did you mean sm_120a?)\n"
-    )
-
-
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert text.endswith(f"{cute_fp8.dispatch_table()}\n")
-    assert cli.main(["info", "--json"]) == 0
-    printed = capsys.readouterr().out
-    json.loads(printed)
-    for version in (".".join(map(str, sys.version_info[:3])), torch.__version__):
-        assert version in text and json.dumps(version) in printed
-
-
-def test_explain_without_a_route_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["explain", "1", "64", "64", "--capability", "8.0", "--backend", "torch"]
-    assert cli.main(arguments) == 1
-    assert capsys.readouterr().out.endswith("\n  no route\n")
-
-
-def test_explain_mxfp8(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "1", "64", "64", "--variant", "mxfp8", "--capability", "9.0"]) == 0
-    assert capsys.readouterr().out.startswith("gemm mxfp8, M=1 N=64 K=64, out torch.bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compile", "--arch", "sm_80"], "arch: got 'sm_80', must be one of sm_90a, sm_120a, "),
-        (["compile", "--arch", "sm_120a", "--arch", "x"], "arch: got 'x', must be one of "),
-        (
-            ["compile", "--arch", "sm_120a", "--ops", "nothing*"],
-            "ops: got 'nothing*', must match a kernel name such as gemm_per_token-",
-        ),
-    ],
-)
-def test_errors_of_use(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Status 2, one line on stderr, nothing on stdout, and before anything is compiled."""
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"cute_fp8 {arguments[0]}: {message}")
-    assert captured.err.count("\n") == 1 and captured.err.endswith("\n")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["nothing"],
-        ["compile"],
-        ["explain", "1", "64"],
-        ["explain", "1", "64", "x"],
-        ["explain", "1", "64", "64", "--capability", "12"],
-        ["explain", "1", "64", "64", "--backend", "cuda"],
-    ],
-    ids=" ".join,
-)
-def test_errors_of_syntax(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("usage: python -m cute_fp8")
-
-
-def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "cute_fp8.tables", None)
-    assert cli.main(["compile", "--arch", "sm_120a"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("cute_fp8 compile: needs the package 'cute_fp8.tables': pip")
-    assert captured.err.count("\n") == 1
-
-
-def test_a_failed_gate_is_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from cute_fp8.evidence import inspection
-    from cute_fp8.evidence.sass import Code
-
-    code = Code(("QMMA.16832.F32.E4M3.E4M3",), 64, 0, 0, 0, 2, 16, 48)
-    found = inspection.Inspection("kernel", "sm_120a", 8, 1024, 0.1, code, ("too slow",))
-    monkeypatch.setattr(inspection, "inspect_kernels", lambda targets, ops: iter([found]))
-    assert cli.main(["compile", "--arch", "sm_120a", "--json"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == "gate failed: sm_120a kernel: too slow"
-    assert "too slow" in json.dumps(json.loads(captured.out))

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cute_fp8
-from cute_fp8 import numerics, producers
+from cute_fp8 import numerics
 from cute_fp8.kernels.row_config import RowConfig
+from cute_fp8.rows import plan
 from cute_fp8.rows.case import error, errors, row_case
 from cute_fp8.rows.problem import OPS
 from cute_fp8.testing import KINDS
@@ -369,11 +370,11 @@ def test_programmatic_launch_can_be_turned_off() -> None:
 
 
 def test_plans_are_kept_and_forgotten() -> None:
-    producers.forget()
+    plan.forget()
     for _ in range(3):
         cute_fp8.quantize_fp8_activations(X)
-    assert len(producers._plans) == 1
+    assert len(plan._plans) == 1
     cute_fp8.quantize_fp8_activations(X[:3])
-    assert len(producers._plans) == 2
-    producers.forget()
-    assert not producers._plans
+    assert len(plan._plans) == 2
+    plan.forget()
+    assert not plan._plans

@@ -19,6 +19,7 @@ import torch
 
 from cute_fp8.build import cache, workers
 from cute_fp8.build.cache_key import Key, key_of
+from cute_fp8.build.first_launch import launch_once
 from cute_fp8.build.shipped import Shape, configs_of, matching, shipped_configs
 from cute_fp8.capture import is_capturing
 from cute_fp8.kernels.configs import Config
@@ -181,8 +182,6 @@ def _make_ready(
     configs: Sequence[Config], target: str, device: torch.device | None
 ) -> Iterator[tuple[str, str, float]]:
     """Yield a line of the report for each kernel, as soon as it is ready."""
-    from cute_fp8.build.first_launch import launch_once
-
     for config, seconds in zip(configs, fill_disk(configs, target), strict=True):
         start = time.perf_counter()
         kernel = get(config, target, device)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cute_fp8.build.compiler import Kernel
-from cute_fp8.gemms.launch import scratch_words
 from cute_fp8.kernels.config import MMA_K, RelayoutConfig
 from cute_fp8.kernels.config_sm90 import HopperTile
 from cute_fp8.kernels.configs import AnyGemm, Config
@@ -18,6 +16,10 @@ from cute_fp8.kernels.projection_config import ProjectionConfig
 from cute_fp8.kernels.rope_config import RopeConfig
 from cute_fp8.kernels.row_config import GATES, RowConfig
 from cute_fp8.scales import blocked_numel
+from cute_fp8.workspace import scratch_words
+
+if TYPE_CHECKING:
+    from cute_fp8.build.compiler import Kernel
 
 Arguments = tuple[Tensor | float | None, ...]
 E4M3, E8M0, FP32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 
 import torch
 
+from cute_fp8.dispatch import explain
 from cute_fp8.dtypes import dtype_named
 from cute_fp8.gemms.choice import spills
 from cute_fp8.kernels.config import (
@@ -92,8 +93,6 @@ def configs_of(
     Raises:
         ValueError: a shape that no GEMM has.
     """
-    from cute_fp8.dispatch import explain  # it reaches what compiles, which reaches this
-
     capability = capability_of_target(target) if device is None else capability_of_device(device)
     found: dict[Config, None] = {}
     for m, n, k in shapes:

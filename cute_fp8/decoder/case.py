@@ -66,11 +66,8 @@ class ProjectionCall(NamedTuple):
         output is the float64 result of those; ``arch`` as of :func:`mlp_errors`.
         """
         wanted = self.quantised()
-        found = [
-            f"{name} are not the producer's"
-            for name, a, b in zip(("codes", "scales"), made[1:], wanted, strict=True)
-            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        ]
+        wrong = _unequal((made.codes, made.scales), wanted)
+        found = [f"{name} are not the producer's" for name in wrong]
         exact, bound = _product(wanted, self.w, "per_token", arch)
         if self.residual is not None:
             exact = exact + self.residual.double()
@@ -114,7 +111,7 @@ class DecoderCase:
         if "q_norm" in raw:
             q, k = self._norm(q, "q_norm"), self._norm(k, "k_norm")
         cos, sin = (t.unsqueeze(1) for t in self.at(first, x.shape[1]))
-        q, k = (t * cos + rope._rotated_half(t) * sin for t in (q, k))
+        q, k = (t * cos + rope.rotated_half(t) * sin for t in (q, k))
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
@@ -131,7 +128,7 @@ class DecoderCase:
         return F.linear(x, self.raw[name], self.raw.get(f"{name}.bias"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return rope._normalised(x, self.raw[name], self.config.eps)
+        return rope.normalised(x, self.raw[name], self.config.eps)
 
 
 def decoder_case(
@@ -215,7 +212,7 @@ def mlp_errors(
         arch: as :func:`cute_fp8.testing.accumulation_bound` knows it.
     """
     found: list[str] = []
-    normed = rope._normalised(x, weights.mlp_norm, weights.config.eps)
+    normed = rope.normalised(x, weights.mlp_norm, weights.config.eps)
     found += _different("norm", made.normed, _quantised(normed, weights))
     sums, bound = _product(made.normed, weights.gate_up, weights.config.variant, arch)
     gate, up = split_gate_up(sums)
@@ -226,16 +223,8 @@ def mlp_errors(
     if made.product is not None:
         found += _rounded("product", made.product, exact, slack)
         exact = made.product.double()
-        found += [
-            f"product: {name} are not the quantiser's"
-            for name, a, b in zip(
-                ("codes", "scales"),
-                made.product_quantised,
-                _quantised(made.product, weights),
-                strict=True,
-            )
-            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        ]
+        wrong = _unequal(made.product_quantised, _quantised(made.product, weights))
+        found += [f"product: {name} are not the quantiser's" for name in wrong]
     else:
         rounded = exact.to(x.dtype)
         found += _different("product", made.product_quantised, _quantised(rounded, weights))
@@ -247,6 +236,15 @@ def _quantised(values: Tensor, weights: DecoderWeights) -> Quantised:
     if weights.config.variant == "mxfp8":
         return quantize_mxfp8(values, blocked=True)
     return quantize_fp8_activations(values)
+
+
+def _unequal(made: Quantised, wanted: Quantised) -> list[str]:
+    """Which of the two, codes and scales, are not the same bits."""
+    return [
+        name
+        for name, a, b in zip(("codes", "scales"), made, wanted, strict=True)
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    ]
 
 
 def _different(what: str, made: Quantised, wanted: Quantised) -> Iterator[str]:

@@ -17,7 +17,7 @@ from cute_fp8.decoder.weights import DecoderWeights, Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
 from cute_fp8.kernels.mlp_config import WORKSPACE_WORDS
-from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8, rmsnorm_quantize
+from cute_fp8.producers import quantize_input, rmsnorm_quantize
 from cute_fp8.workspace import unshared, workspace
 
 
@@ -75,8 +75,7 @@ def in_parts(
         codes: Any = gemm_gated(*operands, out_dtype=E4M3)
     else:
         product = gemm_gated(*operands, out_dtype=rows.dtype)
-        mx = variant == "mxfp8"
-        codes = quantize_mxfp8(product, blocked=True) if mx else quantize_fp8_activations(product)
+        codes = quantize_input(product, variant)
     q, s = codes
     y = gemm(q, s, down.codes, down.scales, down.bias, residual=rows, out_dtype=rows.dtype)
     assert isinstance(y, Tensor)

@@ -11,7 +11,7 @@ from cute_fp8.decoder.block import decoder_block
 from cute_fp8.decoder.kv_cache import KVCache
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights, Projection, gated, project
 from cute_fp8.models.fusing import Part, joined
-from cute_fp8.models.modules import Linear
+from cute_fp8.models.linear import Linear
 
 #: Classes of transformers that are known to compute what a decoder block does.
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

@@ -74,26 +74,35 @@ def may_be_few(m: int | torch.SymInt, most: int) -> bool:
     return not isinstance(m, int) or 0 < m <= most
 
 
-def refusal(problem: BlockProblem) -> str | None:
-    """Why a problem has no kernel, as an entry of the table says it."""
+def mlp_refusal(problem: BlockProblem) -> str | None:
+    """Why the MLP's kernel does not serve a problem, or None: an entry of the dispatch table."""
     return problem.refusal
 
 
-def refusal_on_hopper(problem: BlockProblem) -> str | None:
-    """The same, where launches in parts are the faster way sooner."""
+def mlp_refusal_on_hopper(problem: BlockProblem) -> str | None:
+    """Why the MLP's kernel does not serve a problem on Hopper, or None.
+
+    Launches in parts are the faster way there from fewer tokens on.
+    """
     most = most_tokens(hopper=True)
     if problem.refusal is None and problem.m > most:
         return f"M = {problem.m}, must be from 1 to {most}"
     return problem.refusal
 
 
-def no_room(problem: BlockProblem) -> str | None:
-    """The same, where shared memory is small."""
+def projection_refusal(problem: BlockProblem) -> str | None:
+    """Why the projection's kernel does not serve a problem on sm_120 and its like, or None.
+
+    Their shared memory may have no room for its tokens.
+    """
     return problem.refusal or _no_room(problem, SMEM_LIMIT_SM120)
 
 
-def no_room_on_hopper(problem: BlockProblem) -> str | None:
-    """The same on Hopper, where launches in parts are the faster way sooner."""
+def projection_refusal_on_hopper(problem: BlockProblem) -> str | None:
+    """Why the projection's kernel does not serve a problem on Hopper, or None.
+
+    Launches in parts are the faster way there from smaller weights and fewer tokens on.
+    """
     m, n, k = problem.m, problem.n, problem.k
     if problem.refusal is None and not faster_on_hopper(m, n, k):
         return (

@@ -86,6 +86,7 @@ def in_parts(
     if norm is not None:
         codes, scales = rmsnorm_quantize(rows, norm, eps, variant=variant, blocked=mx)
     else:
+        assert not mx, "without a norm, rows are quantised per token"
         codes, scales = quantize_fp8_activations(rows)
     y = gemm(codes, scales, w.codes, w.scales, w.bias, residual=residual, out_dtype=rows.dtype)
     assert isinstance(y, Tensor)

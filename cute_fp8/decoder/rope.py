@@ -221,19 +221,21 @@ def reference(inputs: RopeInputs, heads: Heads, eps: float) -> tuple[Tensor, Ten
     """Rotated q ``[B, S, queries, dim]``, rotated k and v ``[B, keys, S, dim]``, in plain torch."""
     q, k, v = split(inputs.qkv, heads)
     if inputs.q_norm is not None and inputs.k_norm is not None:
-        q, k = _normalised(q, inputs.q_norm, eps), _normalised(k, inputs.k_norm, eps)
+        q, k = normalised(q, inputs.q_norm, eps), normalised(k, inputs.k_norm, eps)
     cos, sin = inputs.cos.unsqueeze(2), inputs.sin.unsqueeze(2)
-    q, k = (t * cos + _rotated_half(t) * sin for t in (q, k))
+    q, k = (t * cos + rotated_half(t) * sin for t in (q, k))
     return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the last dimension in plain torch, rounded as Hugging Face's Llama rounds it."""
     values = x.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return weight * values.to(x.dtype)
 
 
-def _rotated_half(x: Tensor) -> Tensor:
+def rotated_half(x: Tensor) -> Tensor:
+    """``(-high, low)`` of the halves ``(low, high)`` of the last dimension."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((-high, low), dim=-1)
 

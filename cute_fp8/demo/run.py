@@ -38,6 +38,7 @@ from cute_fp8.evidence.inspection import Inspection, inspect_kernel
 from cute_fp8.gemms.problem import GemmProblem, Operands, check_gemm
 from cute_fp8.numerics import quantize_fp8, quantize_fp8_activations
 from cute_fp8.targets import capability_of_device, capability_of_target
+from cute_fp8.timing import gpu_us
 
 #: What the layers' kernels are compiled for and inspected.
 TARGETS = ("sm_120a", "sm_121a")
@@ -330,7 +331,6 @@ def _measure(
 
     Replays take turns, so that a drift of clocks meets all implementations alike.
     """
-    event: Any = torch.cuda.Event  # untyped in torch
     graphs = {}
     results: dict[str, tuple[list[float], Tensor | None]] = {}
     for name, function in implementations.items():
@@ -347,13 +347,9 @@ def _measure(
         results[name] = [], y
     for replay in range(-3, REPLAYS):  # the first three warm up
         for name, graph in graphs.items():
-            begin, end = (event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
+            us = gpu_us(graph.replay)
             if replay >= 0:
-                results[name][0].append(begin.elapsed_time(end) * 1e3 / CALLS)
+                results[name][0].append(us / CALLS)
     return results
 
 

@@ -317,14 +317,5 @@ def machine_facts() -> dict[str, float]:
 
 def gpu_seconds(call: Callable[[], object]) -> float:
     """Median duration on the GPU."""
-    event: Any = torch.cuda.Event  # untyped in torch
-    times = []
-    for turn in range(-timing.WARM_UP, 15):
-        begin, end = (event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        if turn >= 0:
-            times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
+    times = [timing.gpu_us(call) for _ in range(timing.WARM_UP + 15)]
+    return statistics.median(times[timing.WARM_UP :]) * 1e-6

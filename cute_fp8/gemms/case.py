@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from cute_fp8 import settings
+from cute_fp8.api import gemm
 from cute_fp8.numerics import (
     MX_BLOCK,
     quantize_fp8,
@@ -71,8 +72,6 @@ class GemmCase:
 
     def run(self, out: Tensor | None = None) -> Tensor:
         """``gemm`` of this case."""
-        from cute_fp8.api import gemm
-
         y = gemm(
             self.xq,
             self.sx,

@@ -16,12 +16,9 @@ from cute_fp8.gemms.problem import E8M0, GemmProblem, Operands, check_overlap
 from cute_fp8.kernels.config import (
     MX_BLOCK,
     RelayoutConfig,
-    workspace_words,
 )
-from cute_fp8.kernels.config_sm90 import HopperConfig
-from cute_fp8.kernels.configs import AnyGemm
 from cute_fp8.scales import blocked_numel
-from cute_fp8.workspace import is_unshared, workspace
+from cute_fp8.workspace import is_unshared, scratch_words, workspace
 
 #: ``f(xq, sx, wq, sw, bias, residual, out) -> y``
 Launcher = Callable[
@@ -252,10 +249,3 @@ class ScaleBlocks:
         blocked = scale.new_empty(blocked_numel(rows, columns))
         self._kernel(scale.view(rows, columns), blocked)
         return blocked
-
-
-def scratch_words(config: AnyGemm, m: int, n: int, splits: int) -> int:
-    """32-bit words of workspace that a launch needs: for split-K, or a counter of tiles."""
-    if isinstance(config, HopperConfig):
-        return int(config.dynamic)
-    return workspace_words(config, m, n, splits) if config.split_k else 0

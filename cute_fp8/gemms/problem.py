@@ -385,3 +385,23 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return first, first + (last + 1) * tensor.element_size()
+
+
+def without_data(
+    m: int, n: int, k: int, variant: str, bias: torch.dtype | None, residual: torch.dtype | None
+) -> Operands:
+    """Contiguous operands that have no memory: for ``explain``."""
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    columns: tuple[int, ...] = (k // MX_BLOCK,) if variant == "mxfp8" else ()
+    scale = E8M0 if variant == "mxfp8" else torch.float32
+    return Operands(
+        xq=empty(E4M3, m, k),
+        sx=empty(scale, m, *columns),
+        wq=empty(E4M3, n, k),
+        sw=empty(scale, n, *columns),
+        bias=None if bias is None else empty(bias, n),
+        residual=None if residual is None else empty(residual, m, n),
+    )

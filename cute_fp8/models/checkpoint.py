@@ -21,8 +21,8 @@ from cute_fp8.gemms.problem import E8M0
 from cute_fp8.models.formats import BLOCK, MXFP8_STATE, SCALES, UNUSED, Found, recognise, take
 from cute_fp8.models.fusing import Fuse, Part, check_fuse
 from cute_fp8.models.fusing import fuse as fuse_layers
+from cute_fp8.models.linear import Linear, check_variant
 from cute_fp8.models.model_config import said_of, tell_config
-from cute_fp8.models.modules import Linear, check_variant
 from cute_fp8.models.places import linear_places, refusal, replace
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.models.tensor_files import (

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from cute_fp8.accuracy import activation_error, near_lossless
 from cute_fp8.models.fusing import Fuse, check_fuse
 from cute_fp8.models.fusing import fuse as fuse_layers
+from cute_fp8.models.linear import Linear, check_variant, size_refusal
 from cute_fp8.models.model_config import tell_config
-from cute_fp8.models.modules import Linear, check_variant, size_refusal
 from cute_fp8.models.places import linear_places, refusal, replace
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.numerics import dequantize_fp8, dequantize_mxfp8

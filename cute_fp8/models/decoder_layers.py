@@ -18,7 +18,7 @@ from cute_fp8.decoder.block import decoder_block
 from cute_fp8.decoder.module import LAYERS, layer_config, linears_of, norms_of, of_linear
 from cute_fp8.decoder.weights import DecoderConfig, DecoderWeights
 from cute_fp8.models.fusing import Part, is_hooked, is_known
-from cute_fp8.models.modules import Linear, out_dtype_of
+from cute_fp8.models.linear import Linear, out_dtype_of
 
 #: What a call can ask of attention that a block does not do.
 _ELSEWHERE = ("output_attentions", "is_causal", "position_bias", "softcap")

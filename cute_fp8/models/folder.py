@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cute_fp8.models.checkpoint import as_stored, block_of
 from cute_fp8.models.conversion import HEADS, check_hits, chooser, weight_error
 from cute_fp8.models.formats import SCALES, Found, quantization_config, recognise, take
-from cute_fp8.models.modules import SCALE, Linear, check_variant, size_refusal
+from cute_fp8.models.linear import SCALE, Linear, check_variant, size_refusal
 from cute_fp8.models.places import refusal
 from cute_fp8.models.report import LayerReport, Report
 from cute_fp8.models.tensor_files import (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cute_fp8.gemms.problem import E4M3, E8M0
-from cute_fp8.models.modules import SCALE, check_size
+from cute_fp8.models.linear import SCALE, check_size
 from cute_fp8.models.weights import module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK, dequantize_fp8, dequantize_mxfp8
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from cute_fp8.api import gemm_gated
 from cute_fp8.gating import GATE_BLOCK, interleave_gate_up
 from cute_fp8.gemms.problem import E4M3, GATED_N_MULTIPLE
-from cute_fp8.models.modules import SCALE, Linear, out_dtype_of, quantize_input
+from cute_fp8.models.linear import SCALE, Linear, out_dtype_of
+from cute_fp8.producers import quantize_input
 
 #: Families whose ``<Name>Attention`` passes its input to q, k and v and to nothing else, and whose
 #: ``<Name>MLP`` is ``down_proj(act(gate_proj(x)) * up_proj(x))``.

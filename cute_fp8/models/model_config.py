@@ -13,7 +13,7 @@ from torch import nn
 
 from cute_fp8.models.formats import MXFP8_STATE, quantization_config
 from cute_fp8.models.fusing import Part
-from cute_fp8.models.modules import Linear
+from cute_fp8.models.linear import Linear
 from cute_fp8.models.places import linear_places
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cute_fp8.gemms.problem import OUT_DTYPES
 from cute_fp8.models.fusing import Part, is_whole
-from cute_fp8.models.modules import Linear
+from cute_fp8.models.linear import Linear
 
 #: How words begin in names of methods that make, tie or join weights, past any run of the model.
 _APART = ("init", "reset", "resize", "tie", "set", "fuse", "unfuse", "merge", "prune", "load")

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import Parameter
 
 from cute_fp8.api import gemm
-from cute_fp8.models.modules import SCALE, Linear, out_dtype_of, quantize_input, size_refusal
+from cute_fp8.models.linear import SCALE, Linear, out_dtype_of, size_refusal
+from cute_fp8.producers import quantize_input
 
 
 class RowwiseParallel(parallel.RowwiseParallel):

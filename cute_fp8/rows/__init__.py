@@ -1,1 +1,1 @@
-"""Kernels of rows, which the producers call: checks, views, the launch, the reference."""
+"""Kernels of rows, which the producers call: checks, views, plans, the launch, the reference."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cute_fp8 import producers
 from cute_fp8.kernels.row_config import GATES, NORMS
 from cute_fp8.numerics import dequantize_fp8, dequantize_mxfp8
-from cute_fp8.rows import reference
+from cute_fp8.rows import ops, reference
+from cute_fp8.rows.plan import Out
 from cute_fp8.rows.problem import (
     KERNEL_OPS,
     RowInputs,
@@ -42,9 +42,9 @@ class RowCase:
         """The checked call."""
         return check_rows(self.inputs, self.options)
 
-    def run(self, out: producers.Out = None) -> tuple[Tensor, ...]:
+    def run(self, out: Out = None) -> tuple[Tensor, ...]:
         """Call it."""
-        return producers.run(self.inputs, self.options, out)
+        return ops.run(self.inputs, self.options, out)
 
     def kept(self) -> RowCase:
         """The same call, that also returns what it quantises."""

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_fp8.arguments import PLAIN_OR_NONE, watched
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3, E8M0
 from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.producers import Out, Results, run_rows
+from cute_fp8.rows.plan import Out, Results, run_rows
 from cute_fp8.rows.problem import (
     RowInputs,
     RowOptions,
@@ -65,6 +66,15 @@ def quantize_rows_out(*arguments: Any) -> None:
 def _(*arguments: Any) -> None:
     inputs, options = _split(arguments[:-4])
     check_out(check_rows(inputs, options), inputs, _seen(arguments[-4:]))
+
+
+def run(inputs: RowInputs, options: RowOptions, out: Out) -> Results:
+    """Run a producer, through ``torch.library`` for tracing, subclasses and modes."""
+    tensors = inputs if out is None else (*inputs, *out)
+    subclass = any(type(t) not in PLAIN_OR_NONE and isinstance(t, Tensor) for t in tensors)
+    if subclass or watched():
+        return call(inputs, options, out)
+    return run_rows(inputs, options, out)
 
 
 def call(inputs: RowInputs, options: RowOptions, out: Out) -> Results:

@@ -1,4 +1,4 @@
-"""How a row kernel addresses x, and which kernel a call of a producer gets."""
+"""How a row kernel addresses x."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_fp8.arguments import ALIGNMENT
-from cute_fp8.dtypes import dtype_name
-from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS, RowConfig, shape_of
+from cute_fp8.kernels.row_config import CHUNK, GATES, NORMS
 from cute_fp8.rows.problem import KERNEL_OPS, RowInputs, RowOptions, RowProblem, check_rows
 
 
@@ -48,31 +47,6 @@ class View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     copy: bool = False
-
-
-def config_of(problem: RowProblem, pdl: bool) -> RowConfig:
-    """The kernel of a problem that has a view."""
-    options, view = problem.options, problem.view
-    assert view is not None
-    op = KERNEL_OPS[problem.op]
-    dtype, weight, bias = map(dtype_name, (problem.dtype, problem.weight, problem.bias))
-    assert dtype is not None
-    return RowConfig(
-        op=op,
-        dtype=dtype,
-        variant=options.variant,
-        shape=shape_of(problem.k, op, options.variant, dtype, weight, keep=options.keep),
-        view=view.name,
-        weight=weight,
-        bias=bias,
-        residual=problem.residual,
-        round_twice=options.round_twice and op == "rmsnorm" and dtype != "float32",
-        offset=options.offset != 0.0,
-        interleaved=options.layout == "interleaved",
-        keep=options.keep,
-        blocked=options.blocked,
-        pdl=pdl,
-    ).check()
 
 
 def view_of(x: Tensor, problem: RowProblem) -> View:

@@ -18,7 +18,7 @@ from cute_fp8.accuracy import MAX_NORM_DEVIATION, MAX_REL_L2, MIN_COSINE
 from cute_fp8.cli import main
 from cute_fp8.demo import encoder, run
 from cute_fp8.demo.encoder import PACKAGE, PAIRS, Call, Encoder
-from cute_fp8.models.modules import Linear
+from cute_fp8.models.linear import Linear
 
 needs_model = pytest.mark.skipif(
     not (importlib.util.find_spec(PACKAGE) and importlib.util.find_spec("transformers")),

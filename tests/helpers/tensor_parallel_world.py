@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import cute_fp8
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 from cute_fp8.models.tensor_parallel import RowwiseParallel
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import cute_fp8
 from cute_fp8 import DecoderBlock
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 from cute_fp8.models.tensor_files import write_json, write_tensors
 
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import cute_fp8
 from cute_fp8.models.conversion import dequantized
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 
 safetensors = pytest.importorskip("safetensors.torch")
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

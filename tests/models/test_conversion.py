@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import cute_fp8
 from cute_fp8.accuracy import activation_error
 from cute_fp8.models import conversion
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 from cute_fp8.testing import inputs
 
 BF16 = torch.bfloat16

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import cute_fp8
 from cute_fp8.decoder import block as blocks
 from cute_fp8.models import decoder_layers
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 
 transformers = pytest.importorskip("transformers")
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")

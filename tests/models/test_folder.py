@@ -16,7 +16,7 @@ from cute_fp8.cli import main
 from cute_fp8.demo.encoder import PACKAGE, embed, load, model_folder
 from cute_fp8.models import folder as module
 from cute_fp8.models.folder import PROGRESS, convert_folder
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")

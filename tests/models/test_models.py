@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import cute_fp8
 from cute_fp8.demo.encoder import PACKAGE, embed, load
 from cute_fp8.demo.run import spearman
-from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.models.fusing import GatedMlp, Part
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
+from cute_fp8.reference_linear import fp8_w8a8_linear, mxfp8_linear
 from perf.sentences import RELATED, UNRELATED
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_fp8
 from cute_fp8.models.formats import MXFP8_STATE
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 
 transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16

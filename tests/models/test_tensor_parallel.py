@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import cute_fp8
-from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.models import tensor_parallel
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 from cute_fp8.models.tensor_parallel import RowwiseParallel
+from cute_fp8.reference_linear import fp8_w8a8_linear, mxfp8_linear
 
 RANKS = 2
 K, HIDDEN, N, M = 128, 96, 64, 6

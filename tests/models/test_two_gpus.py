@@ -11,7 +11,7 @@ from torch import nn
 import cute_fp8
 from cute_fp8.decoder.case import decoder_case
 from cute_fp8.decoder.weights import DecoderConfig
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,7 +19,8 @@ from cute_fp8.kernels.row_config import (
 )
 from cute_fp8.rows.case import row_case
 from cute_fp8.rows.problem import OPS, RowInputs, RowOptions, check_rows
-from cute_fp8.rows.view import View, config_of, view_of
+from cute_fp8.rows.selection import config_of
+from cute_fp8.rows.view import View, view_of
 
 BF16 = torch.bfloat16
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8.linear import fp8_w8a8_linear, mxfp8_linear
-from cute_fp8.models import modules
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models import linear as linear_module
+from cute_fp8.models.linear import VARIANTS
+from cute_fp8.producers import quantize_input
+from cute_fp8.reference_linear import fp8_w8a8_linear, mxfp8_linear
 from cute_fp8.testing import inputs
 
 N, K = 48, 96
@@ -94,7 +95,7 @@ def test_codes_and_scales_are_taken_as_they_are(form: str) -> None:
         scale = scale[:1] if form == "one" else scale.view(shape)
     layer = cute_fp8.Linear.from_quantized(codes, scale)
     assert layer.weight.data_ptr() == codes.data_ptr()
-    xq, sx = modules.quantize_input(tokens(4), layer.variant)
+    xq, sx = quantize_input(tokens(4), layer.variant)
     assert torch.equal(layer(tokens(4)), cute_fp8.gemm(xq, sx, codes, scale))
 
 
@@ -106,7 +107,7 @@ def test_fast_accum_reaches_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(options)
         return cute_fp8.gemm(*operands, **options)
 
-    monkeypatch.setattr(modules, "gemm", gemm)
+    monkeypatch.setattr(linear_module, "gemm", gemm)
     layer = cute_fp8.Linear.from_linear(original())
     layer(tokens(2))
     layer.fast_accum = True

@@ -16,7 +16,7 @@ from cute_fp8.gemms.problem import E4M3, E8M0, OUT_DTYPES
 from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
 from cute_fp8.models.weights import aligned, module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK
-from cute_fp8.producers import quantize_fp8_activations, quantize_mxfp8
+from cute_fp8.producers import quantize_input
 from cute_fp8.scales import from_blocked, to_blocked
 
 VARIANTS = ("per_token", "mxfp8")
@@ -59,13 +59,6 @@ def out_dtype_of(x: Tensor) -> torch.dtype:
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
-
-
-def quantize_input(x: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """A layer's input as codes and scales, in the form that costs a GEMM no further launch."""
-    if variant == "mxfp8":
-        return quantize_mxfp8(x, blocked=True)
-    return quantize_fp8_activations(x)
 
 
 class Linear(nn.Linear):

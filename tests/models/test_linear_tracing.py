@@ -12,7 +12,7 @@ from counting import Counting
 from torch import Tensor, nn
 
 import cute_fp8
-from cute_fp8.models.modules import VARIANTS
+from cute_fp8.models.linear import VARIANTS
 from cute_fp8.testing import inputs
 
 K, HIDDEN, N = 96, 160, 136

@@ -53,20 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="without the table, as JSON")
     info.set_defaults(run=_info)
 
-    explain = commands.add_parser("explain", help="which route a call takes, and why")
-    explain.add_argument(
-        "sizes", type=int, nargs="+", metavar="SIZE", help="M N K of a GEMM, M K of a producer"
-    )
-    explain.add_argument("--op", default="gemm", choices=dispatch.OPS)
-    explain.add_argument(
-        "--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0"
-    )
-    explain.add_argument("--gpu", help="one that need not be here, e.g. 'RTX 5090'")
-    explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8", "any"))
-    explain.add_argument("--backend", choices=settings.BACKENDS, help="as if pinned by use()")
-    explain.add_argument("--config", help="a pinned configuration, by name")
-    explain.set_defaults(run=_explain)
-
+    _add_explain(commands.add_parser("explain", help="which route a call takes, and why"))
     tune = commands.add_parser(
         "autotune", help="time the best few configurations of a GEMM here, keep the fastest"
     )
@@ -121,6 +108,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument(
+        "sizes", type=int, nargs="+", metavar="SIZE", help="M N K of a GEMM, M K of a producer"
+    )
+    explain.add_argument("--op", default="gemm", choices=dispatch.OPS)
+    explain.add_argument(
+        "--capability", type=_capability, help="of a GPU that need not be here, e.g. 12.0"
+    )
+    explain.add_argument("--gpu", help="one that need not be here, e.g. 'RTX 5090'")
+    explain.add_argument("--variant", default="per_token", choices=("per_token", "mxfp8", "any"))
+    explain.add_argument("--backend", choices=settings.BACKENDS, help="as if pinned by use()")
+    explain.add_argument("--config", help="a pinned configuration, by name")
+    explain.set_defaults(run=_explain)
 
 
 def _add_convert(convert: argparse.ArgumentParser) -> None:

@@ -47,6 +47,36 @@ def test_explain_without_a_route_is_status_1(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.endswith("\n  no route\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "takes"),
+    [
+        (["16", "4096", "--op", "rmsnorm_quantize"], "cute:row_quantize"),
+        (["4", "14336", "4096", "--op", "decoder_mlp"], "cute:mlp"),
+        (["4", "1024", "--op", "rope_append", "--variant", "any"], "cute:rope_append"),
+    ],
+)
+def test_explain_other_ops(
+    arguments: list[str], takes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *arguments, "--capability", "12.0"]) == 0
+    assert f"takes   {takes} for sm_120a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["1"], "sizes: got 1, must be M N K, or M K of a producer"),
+        (["1", "64"], "m, n, k: got 1, None, 64, must be sizes (m may be 0)"),
+        (["1", "64", "64", "--op", "quantize"], "m, k: got 1, 64 and n 64, must be sizes"),
+    ],
+)
+def test_explain_of_other_sizes_is_refused(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *arguments]) == 2
+    assert f"cute_fp8 explain: {reason}" in capsys.readouterr().err
+
+
 def test_explain_mxfp8(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "1", "64", "64", "--variant", "mxfp8", "--capability", "9.0"]) == 0
     assert capsys.readouterr().out.startswith("gemm mxfp8, M=1 N=64 K=64, out torch.bfloat16")
@@ -80,8 +110,8 @@ def test_errors_of_use(
         [],
         ["nothing"],
         ["compile"],
-        ["explain", "1", "64"],
         ["explain", "1", "64", "x"],
+        ["explain"],
         ["explain", "1", "64", "64", "--capability", "12"],
         ["explain", "1", "64", "64", "--backend", "cuda"],
     ],

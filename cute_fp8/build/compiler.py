@@ -225,6 +225,8 @@ def _as_device(arch: str | torch.device) -> torch.device | None:
 
 def _target_of_device(device: torch.device) -> str:
     capability = capability_of_device(device)
+    if device.type == "cuda" and capability is None:
+        raise ValueError(f"arch: got {device}, must be a target such as sm_120a: there is no GPU")
     target = None if capability is None else target_of(capability)
     if target is None:
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cute_fp8
-from cute_fp8 import dispatch, from_blocked, linear, quantize_mxfp8, to_blocked
+from cute_fp8 import dispatch, from_blocked, quantize_mxfp8, reference_linear, to_blocked
 from cute_fp8.gemms import plan
 from cute_fp8.gemms.case import GemmCase, gemm_case
 from cute_fp8.testing import inputs
@@ -90,7 +90,7 @@ def matmul(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(dispatch, "TABLE", routes)
     monkeypatch.setattr(torch, "_scaled_mm", emulated)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for module in (dispatch, linear):
+    for module in (dispatch, reference_linear):
         monkeypatch.setattr(module, "capability_of_device", lambda device: capability)
     plan.forget()
     yield emulated

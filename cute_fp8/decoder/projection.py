@@ -22,6 +22,7 @@ from cute_fp8.decoder.weights import Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
 from cute_fp8.producers import quantize_fp8_activations, rmsnorm_quantize
+from cute_fp8.workspace import unshared
 
 
 class Projected(NamedTuple):
@@ -169,7 +170,8 @@ def _op(
         made = _launch(kernel, *operands, eps)
     else:
         w = Projection(codes.view(E4M3), scales, bias)
-        made = in_parts(x, norm, eps, w, residual, "per_token")
+        with unshared():  # as the GEMM's own op
+            made = in_parts(x, norm, eps, w, residual, "per_token")
     return made.y, as_bytes(made.codes), made.scales
 
 

@@ -19,6 +19,7 @@ from cute_fp8.kernels.projection_config import (
     room_for,
     shipped_projections,
 )
+from cute_fp8.workspace import is_unshared
 
 SM90, SM120 = 232_448, 101_376
 
@@ -39,6 +40,21 @@ def test_the_op_is_the_function(case: DecoderCase, norm: bool) -> None:
     assert torch.equal(y, wanted.y) and torch.equal(scales, wanted.scales)
     assert torch.equal(codes, as_bytes(wanted.codes))
     torch.library.opcheck(torch.ops.cute_fp8.projection, operands)
+
+
+def test_the_op_keeps_nothing(case: DecoderCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts it is a GEMM, which else keeps memory that may be a graph's."""
+    seen = []
+
+    def gemm(*arguments: object, **options: object) -> torch.Tensor:
+        seen.append(is_unshared())
+        return cute_fp8.gemm(*arguments, **options)
+
+    monkeypatch.setattr(projection, "gemm", gemm)
+    x, w = case.x(1, 5)[0], case.weights.qkv
+    operands = (x, case.weights.input_norm, as_bytes(w.codes), w.scales, w.bias, None, 1e-5)
+    torch.ops.cute_fp8.projection(*operands)
+    assert seen == [True] and not is_unshared()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 
 import cute_fp8
 from cute_fp8.environment import commit
-from cute_fp8.models.linear import VARIANTS
+from cute_fp8.kernels.config import VARIANTS
 from perf.model_cases import LARGE
 
 LAYERS = 2

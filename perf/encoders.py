@@ -9,7 +9,7 @@ import torch
 
 import cute_fp8
 from cute_fp8.demo.run import spearman
-from cute_fp8.models.linear import VARIANTS
+from cute_fp8.kernels.config import VARIANTS
 
 BF16 = torch.bfloat16
 

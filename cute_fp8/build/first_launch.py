@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cute_fp8.gemms.problem import E4M3, E8M0
 from cute_fp8.kernels.config import MMA_K, RelayoutConfig
 from cute_fp8.kernels.config_sm90 import HopperTile
 from cute_fp8.kernels.configs import AnyGemm, Config
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cute_fp8.build.compiler import Kernel
 
 Arguments = tuple[Tensor | float | None, ...]
-E4M3, E8M0, FP32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+FP32 = torch.float32
 
 
 class Zeros:

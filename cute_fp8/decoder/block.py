@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_fp8.api import gemm
 from cute_fp8.arguments import check_aligned, check_tensor, refuse_grad
 from cute_fp8.decoder import mlp, projection
 from cute_fp8.decoder.kv_cache import KVCache
@@ -176,9 +175,7 @@ def _output(attended: Tensor, rows: Tensor, weights: DecoderWeights) -> Projecte
         if merged.is_contiguous():
             return projection.project(merged.reshape(rows.shape[0], -1), w, rows)
     codes, scales = attention_out_quantize(attended, variant=variant, blocked=variant == "mxfp8")
-    y = gemm(codes, scales, w.codes, w.scales, w.bias, residual=rows, out_dtype=rows.dtype)
-    assert isinstance(y, Tensor)
-    return Projected(y, codes, scales)
+    return projection.multiplied(codes, scales, w, rows, rows.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:

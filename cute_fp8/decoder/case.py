@@ -55,7 +55,7 @@ class ProjectionCall(NamedTuple):
         return projection.project(rows, w, residual)
 
     def quantised(self) -> Quantised:
-        """What is multiplied, by the launch of a producer."""
+        """What is multiplied, made by itself."""
         if self.norm is None:
             return quantize_fp8_activations(self.rows)
         codes, scales = rmsnorm_quantize(self.rows, self.norm, self.eps)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from cute_fp8 import gpus, settings
-from cute_fp8.api import gemm, gemm_gated
+from cute_fp8.api import gemm_gated
 from cute_fp8.arguments import is_plain
 from cute_fp8.build import compiler
 from cute_fp8.decoder.lookup import kernel_of
 from cute_fp8.decoder.problem import MOST_TOKENS, may_be_few, mlp_problem
+from cute_fp8.decoder.projection import multiplied
 from cute_fp8.decoder.weights import DecoderWeights, Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
@@ -77,8 +78,7 @@ def in_parts(
         product = gemm_gated(*operands, out_dtype=rows.dtype)
         codes = quantize_input(product, variant)
     q, s = codes
-    y = gemm(q, s, down.codes, down.scales, down.bias, residual=rows, out_dtype=rows.dtype)
-    assert isinstance(y, Tensor)
+    y = multiplied(q, s, down, rows, rows.dtype).y
     return MlpResult(y, xq, sx, product, q, s)
 
 

@@ -21,7 +21,7 @@ from cute_fp8.decoder.problem import MOST_PROJECTED, may_be_few, projection_prob
 from cute_fp8.decoder.weights import Projection
 from cute_fp8.gemms.ops import as_bytes
 from cute_fp8.gemms.problem import E4M3
-from cute_fp8.producers import quantize_fp8_activations, rmsnorm_quantize
+from cute_fp8.producers import quantize_input, rmsnorm_quantize
 from cute_fp8.workspace import unshared
 
 
@@ -83,14 +83,20 @@ def in_parts(
     variant: str,
 ) -> Projected:
     """The same in two launches."""
-    mx = variant == "mxfp8"
-    if norm is not None:
-        codes, scales = rmsnorm_quantize(rows, norm, eps, variant=variant, blocked=mx)
+    if norm is None:
+        codes, scales = quantize_input(rows, variant)
     else:
-        assert not mx, "without a norm, rows are quantised per token"
-        codes, scales = quantize_fp8_activations(rows)
-    y = gemm(codes, scales, w.codes, w.scales, w.bias, residual=residual, out_dtype=rows.dtype)
-    assert isinstance(y, Tensor)
+        mx = variant == "mxfp8"
+        codes, scales = rmsnorm_quantize(rows, norm, eps, variant=variant, blocked=mx)
+    return multiplied(codes, scales, w, residual, rows.dtype)
+
+
+def multiplied(
+    codes: Tensor, scales: Tensor, w: Projection, residual: Tensor | None, dtype: torch.dtype
+) -> Projected:
+    """The GEMM of what has been quantised."""
+    y = gemm(codes, scales, w.codes, w.scales, w.bias, residual=residual, out_dtype=dtype)
+    assert isinstance(y, Tensor)  # no pair: dtype is none of MXFP8 outputs
     return Projected(y, codes, scales)
 
 

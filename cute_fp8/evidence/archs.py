@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cute_fp8.build.shipped import shipped_configs
+from cute_fp8.decoder.problem import OPS as BLOCK_OPS
 from cute_fp8.dispatch import TABLE, Entry
 from cute_fp8.environment import ROOT
 from cute_fp8.evidence import predictions
@@ -56,6 +57,9 @@ VARIANTS = {"per_token": "per token x per channel", "mxfp8": "MXFP8"}
 EARLIER = ", earlier sources"
 #: Ops whose routes the tier checks of ``validate`` take.
 CHECKED_OPS = ("gemm",)
+#: Folders of tests about what is built on kernels, and the kernels that are theirs alone.
+LAYERS = ("decoder", "models")
+LAYER_KERNELS = {entry.kernel for entry in TABLE if entry.op in BLOCK_OPS and entry.targets}
 #: Parts of a validation that must not have broken off.
 CRUCIAL = ("tests", "tier", "rows", "sanitizer")
 
@@ -191,13 +195,6 @@ def _age(which: Iterable[Evidence], entry: Entry) -> str:
     return "" if any(e.is_current(entry.kernel) for e in which) else EARLIER
 
 
-#: Folders of tests about what is built on kernels, with the kernels that are theirs alone.
-LAYERS: dict[str, frozenset[str]] = {
-    "decoder": frozenset({"mlp", "projection", "rope_append"}),
-    "models": frozenset({"mlp", "projection", "rope_append"}),
-}
-
-
 def _validated(
     evidence: Iterable[Evidence], entry: Entry, capability: Capability, kernels: set[str]
 ) -> Found | None:
@@ -221,8 +218,9 @@ def is_validated(
     own, shared = 0, 0
     for module, counts in evidence.get("tests", dict).items():
         owner = kernel_of_tests(module, kernels)
-        layer = LAYERS.get(next(iter(module.split(".")[1:]), ""), kernels)
-        if owner == entry.kernel or (owner is None and entry.kernel in layer):
+        in_layer = module.startswith(tuple(f"tests.{layer}." for layer in LAYERS))
+        concerns = not in_layer or entry.kernel in LAYER_KERNELS
+        if owner == entry.kernel or (owner is None and concerns):
             shared += sum(counts.get(bad, 0) for bad in ("failed", "error", "missing"))
         if owner == entry.kernel:
             own += counts.get("passed", 0)

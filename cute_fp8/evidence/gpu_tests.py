@@ -12,14 +12,13 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cute_fp8.build import cache
 from cute_fp8.build.kernel_sources import recorded
 from cute_fp8.environment import ROOT
-from cute_fp8.evidence.archs import kernel_of_tests
+from cute_fp8.evidence.archs import Data, kernel_of_tests
 
 #: What a test of a GPU is marked with; see ``tests/conftest.py``.
 MARKERS = "gpu or needs_cc"
@@ -33,7 +32,6 @@ KEPT_FAILURES = 40
 #: What tests/conftest.py has a report say of itself.
 MADE_WITH = ("gpu", "kernels")
 
-Data = dict[str, Any]
 #: A test, by its module and name.
 Case = tuple[str, str]
 

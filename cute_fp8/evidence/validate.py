@@ -29,8 +29,8 @@ import torch
 from cute_fp8 import timing
 from cute_fp8.environment import ROOT, commit, environment, nvidia_smi
 from cute_fp8.evidence import gpu_tests, sweep
-from cute_fp8.evidence.archs import CRUCIAL
-from cute_fp8.evidence.gpu_tests import Data, child_variables
+from cute_fp8.evidence.archs import CRUCIAL, Data
+from cute_fp8.evidence.gpu_tests import child_variables
 
 #: compute-sanitizer's tools, and what each is told.
 OPTIONS = {

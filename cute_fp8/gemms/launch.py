@@ -13,10 +13,7 @@ from cute_fp8.build import compiler
 from cute_fp8.dispatch import Route
 from cute_fp8.frozen import frozen_blocks
 from cute_fp8.gemms.problem import E8M0, GemmProblem, Operands, check_overlap
-from cute_fp8.kernels.config import (
-    MX_BLOCK,
-    RelayoutConfig,
-)
+from cute_fp8.kernels.config import MX_BLOCK, RelayoutConfig
 from cute_fp8.scales import blocked_numel
 from cute_fp8.workspace import is_unshared, scratch_words, workspace
 

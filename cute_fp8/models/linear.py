@@ -13,13 +13,12 @@ from cute_fp8.api import gemm
 from cute_fp8.arguments import PLAIN, check_tensor, has_storage
 from cute_fp8.capture import is_capturing
 from cute_fp8.gemms.problem import E4M3, E8M0, OUT_DTYPES
-from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE
+from cute_fp8.kernels.config import K_MULTIPLE, N_MULTIPLE, VARIANTS
 from cute_fp8.models.weights import aligned, module_scale, quantize_weight
 from cute_fp8.numerics import MX_BLOCK
 from cute_fp8.producers import quantize_input
 from cute_fp8.scales import from_blocked, to_blocked
 
-VARIANTS = ("per_token", "mxfp8")
 #: The name of the scales beside ``weight``; checkpoints have it too.
 SCALE = "weight_scale"
 

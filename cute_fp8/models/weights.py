@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from cute_fp8.arguments import ALIGNMENT
+from cute_fp8.arguments import misaligned_by
 from cute_fp8.capture import is_capturing
 from cute_fp8.gemms.problem import E8M0
 from cute_fp8.numerics import MX_BLOCK, quantize_fp8
@@ -16,9 +15,7 @@ from cute_fp8.scales import blocked_numel, from_blocked
 
 def aligned(codes: Tensor) -> Tensor:
     """Codes at an address that a GEMM takes: as they are, or, from within a file, a copy."""
-    if codes.device.type == "meta" or type(codes) not in (Tensor, Parameter):
-        return codes
-    return codes.clone() if codes.data_ptr() % ALIGNMENT else codes
+    return codes.clone() if misaligned_by(codes) else codes
 
 
 def quantize_weight(weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
